@@ -1,0 +1,225 @@
+"""A causal LM together with the KV rows that it has already computed; nothing is computed twice.
+
+Rows 0..P-1 hold the committed context, the rows behind them the nodes of the pending tree. The next call brings a longer
+context: whichever pending nodes it contains are moved into place, the others are dropped, and only the rest is computed.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface, create_masks_for_generate
+
+from specexec.tree import ROOT, TokenTree, ancestors, depths
+
+ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class RowLayer(CacheLayerMixin):
+    """One layer's keys and values in preallocated rows; how many are filled is known to the RowCache alone."""
+
+    is_croppable = True
+
+    def __init__(self, cache: "RowCache") -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        rows = self._cache.max_rows
+        self.keys = key_states.new_empty(*key_states.shape[:2], rows, key_states.shape[-1])
+        self.values = value_states.new_empty(*value_states.shape[:2], rows, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self._cache.num_rows
+        end = start + key_states.shape[-2]
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self._cache.num_rows
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.num_rows + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self._cache.max_rows
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise RuntimeError("rows are dropped by RowCache.num_rows, which all layers share")
+
+    def move(self, rows: torch.Tensor, start: int) -> None:
+        """Copy `rows` (int64 [n]) to start..start+n-1; index_select copies first, so that overlap does no harm."""
+        if self.is_initialized:
+            end = start + len(rows)
+            self.keys[:, :, start:end] = self.keys.index_select(2, rows)
+            self.values[:, :, start:end] = self.values.index_select(2, rows)
+
+
+class RowCache(Cache):
+    """Keys and values of all layers. A pass writes behind `num_rows` and leaves the number alone: until the caller
+    advances it, nothing has happened, so an interrupted pass needs no clean-up."""
+
+    def __init__(self, num_layers: int, max_rows: int) -> None:
+        self.num_rows = 0
+        self.max_rows = max_rows
+        super().__init__(layers=[RowLayer(self) for _ in range(num_layers)])
+
+
+class CachedLM:
+    """A causal LM and its KV rows.
+
+    model: any transformers causal LM whose layers all attend (full, sliding window or chunked).
+    max_rows: the longest context plus the largest tree that it will ever hold.
+    vocab_size: ids beyond it are padding of the embedding matrix and are cut off the logits; default: all rows.
+    Raises ValueError, naming the kind, for models with layers that keep a recurrent state.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_rows: int, *, vocab_size: int | None = None) -> None:
+        self.model = model
+        self.device = model.get_input_embeddings().weight.device
+        self.max_rows = max_rows
+        config = model.config.get_text_config()
+        self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
+        self._patterns = _attention_patterns(model)
+        self._cache = RowCache(config.num_hidden_layers, max_rows)
+        self._context = np.empty(0, np.int64)  # the committed tokens, one per row
+        self._tokens = np.empty(0, np.int64)  # the pending nodes, in row order
+        self._parents = np.empty(0, np.int64)
+
+    @property
+    def num_committed(self) -> int:
+        """Rows of the context that need not be computed again."""
+        return len(self._context)
+
+    def num_reusable(self, context: np.ndarray) -> int:
+        """How many leading tokens of `context` the committed rows already cover; its last token never counts."""
+        shared = min(len(self._context), len(context) - 1)
+        differing = np.flatnonzero(self._context[:shared] != context[:shared])
+        return int(differing[0]) if len(differing) else shared
+
+    def prefill(self, context: np.ndarray) -> torch.Tensor:
+        """Logits [1, V] of what follows `context` (int64 [length]); only rows not yet held are computed."""
+        empty = np.empty(0, np.int64)
+        return self._advance(context, empty, empty)
+
+    def extend(self, tokens: np.ndarray, parents: np.ndarray) -> torch.Tensor:
+        """Add nodes to the pending tree and score them: logits [n, V]. `parents` counts all pending nodes (or ROOT)."""
+        return self._forward(np.empty(0, np.int64), tokens, parents)[-len(tokens) :]
+
+    def _advance(self, context: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> torch.Tensor:
+        if len(context) + len(tokens) > self.max_rows:
+            raise ValueError(
+                f"{len(context)} tokens of context and {len(tokens)} of the tree do not fit into the {self.max_rows} "
+                "rows of the KV cache; shorten the prompt or raise --ctx"
+            )
+        self._commit(context)
+        return self._forward(context[len(self._context) :], tokens, parents)
+
+    @torch.inference_mode()
+    def _commit(self, context: np.ndarray) -> None:
+        """Keep every row that `context` shares with the committed and pending ones, and drop the rest."""
+        tree = TokenTree(self._tokens, self._parents, np.empty(0, np.float32))
+        kept = self.num_reusable(context)
+        path: list[int] = []
+        if kept == len(self._context):
+            for token in context[kept:-1].tolist():
+                node = tree.child(path[-1] if path else ROOT, token)
+                if node is None:
+                    break
+                path.append(node)
+        # Pending nodes are forgotten before rows move: an interrupt in between costs work, never correctness.
+        start, self._context = kept, self._context[:kept]
+        self._tokens = self._parents = np.empty(0, np.int64)
+        self._cache.num_rows = start
+        if path and path != list(range(len(path))):
+            rows = torch.tensor(path, device=self.device) + start
+            for layer in self._cache.layers:
+                layer.move(rows, start)
+        self._context = context[: start + len(path)].copy()
+        self._cache.num_rows = len(self._context)
+
+    @torch.inference_mode()
+    def _forward(self, tail: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> torch.Tensor:
+        """Compute rows for context tokens, then for nodes: logits of the last context token and of each node."""
+        all_parents = np.concatenate([self._parents, parents])
+        committed = len(self._context) + len(tail)
+        node_positions = committed - 1 + depths(all_parents)
+        positions = np.concatenate([np.arange(len(self._context), committed), node_positions[len(self._parents) :]])
+        output = self.model(
+            input_ids=torch.from_numpy(np.concatenate([tail, tokens]))[None].to(self.device),
+            position_ids=torch.from_numpy(positions)[None].to(self.device),
+            attention_mask=self._masks(len(tail), node_positions, all_parents) if len(all_parents) else None,
+            cache=self._cache,
+            use_cache=True,
+            logits_to_keep=min(len(tail), 1) + len(tokens),
+        )
+        self._context = np.concatenate([self._context, tail])
+        self._tokens, self._parents = np.concatenate([self._tokens, tokens]), all_parents
+        self._cache.num_rows += len(tail) + len(tokens)
+        return output.logits[0, :, : self.vocab_size]
+
+    def _masks(
+        self, num_tail: int, node_positions: np.ndarray, parents: np.ndarray
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Additive masks [1, 1, Q, rows], one per attention pattern of the model (eager attention misreads booleans)."""
+        committed = len(self._context) + num_tail
+        key_positions = torch.from_numpy(np.concatenate([np.arange(committed), node_positions]))
+        visible = torch.zeros(num_tail + len(parents), committed + len(parents), dtype=torch.bool)
+        visible[:, :committed] = True  # the patterns below are causal: they hide what lies ahead
+        visible[num_tail:, committed:] = torch.from_numpy(ancestors(parents))
+        queries = torch.cat([torch.arange(num_tail), torch.arange(num_tail + len(self._parents), len(visible))])
+        query_positions = torch.cat(
+            [torch.arange(len(self._context), committed), torch.from_numpy(node_positions[len(self._parents) :])]
+        )
+        dtype, zero = self.model.dtype, torch.zeros(1, dtype=torch.long)
+
+        def mask(pattern: Callable) -> torch.Tensor:
+            seen = visible[queries] & pattern(zero[0], zero[0], query_positions[:, None], key_positions[None, :])
+            hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype)
+            return hidden.masked_fill_(seen, 0)[None, None].to(self.device)
+
+        if isinstance(self._patterns, dict):
+            return {kind: mask(pattern) for kind, pattern in self._patterns.items()}
+        return mask(self._patterns)
+
+
+def score_tree(target: CachedLM, context: np.ndarray, tree: TokenTree) -> torch.Tensor:
+    """Logits [1 + N, V] that the target gives after `context` and after each node of `tree`, in one pass."""
+    return target._advance(context, tree.tokens, tree.parents)
+
+
+def as_ids(tokens: Sequence[int]) -> np.ndarray:
+    """Token ids as the int64 array that contexts are made of."""
+    return np.asarray(tokens, dtype=np.int64)
+
+
+def _attention_patterns(model: PreTrainedModel) -> Callable | dict[str, Callable]:
+    """Which earlier positions the model's layers see: (batch, head, query position, key position) -> bool.
+
+    The library's own mask factory is asked for its patterns instead of its masks. It counts rows where we count
+    positions, which differ inside a tree: a window reaches as far back along a branch as it would in plain text.
+    """
+    config = copy.deepcopy(model.config.get_text_config())
+    kinds = set(getattr(config, "layer_types", None) or [])
+    if getattr(model, "_is_stateful", False) or kinds - ATTENTION_KINDS:
+        named = ", ".join(sorted(kinds - ATTENTION_KINDS)) or "recurrent state"
+        raise ValueError(
+            f"{config.model_type} has layers of kind {named}: a tree of guesses cannot be verified over a recurrent "
+            "state; use a model with full or sliding attention"
+        )
+    AttentionMaskInterface.register("specexec_pattern", _pattern_itself)
+    config._attn_implementation = "specexec_pattern"
+    return create_masks_for_generate(config, torch.empty(1, 1, 1), attention_mask=None, cache=None)
+
+
+def _pattern_itself(*args: object, mask_function: Callable, **kwargs: object) -> Callable:
+    return mask_function

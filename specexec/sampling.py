@@ -1,0 +1,119 @@
+"""From logits to one token: the library's logits processors, then one uniform number per emitted token."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. Temperature 0 is greedy; 0 for top_k and 1 for top_p mean no filter.
+
+    repetition_penalty divides (multiplies, where negative) the logits of every token of prompt and answer; presence and
+    frequency penalties are subtracted once, or once per occurrence, for tokens of the answer only.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
+                raise ValueError(f"{field.name} must be a finite number, not {value!r}")
+        checks = {
+            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "top_k": (self.top_k >= 0, "at least 0 (0 switches it off)"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 switches it off)"),
+            "presence_penalty": (abs(self.presence_penalty) <= 2, "from -2 to 2"),
+            "frequency_penalty": (abs(self.frequency_penalty) <= 2, "from -2 to 2"),
+            "min_tokens": (self.min_tokens >= 0, "at least 0"),
+            "seed": (0 <= self.seed < 2**63, "from 0 to 2^63 - 1"),
+        }
+        for name, (valid, allowed) in checks.items():
+            if not valid:
+                raise ValueError(f"{name} must be {allowed}, not {getattr(self, name)}")
+
+
+class OccurrencePenalty(LogitsProcessor):
+    """OpenAI's presence and frequency penalties over the answer: the tokens behind the prompt."""
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self._presence, self._frequency, self._prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        counts = torch.bincount(input_ids[0, self._prompt_length :], minlength=scores.shape[-1])[: scores.shape[-1]]
+        return scores - self._presence * (counts > 0) - self._frequency * counts
+
+
+class Sampler:
+    """Draws the token that follows a path, given the target's logits there; holds the random state of one answer."""
+
+    def __init__(self, params: SamplingParams, processors: LogitsProcessorList, warpers: LogitsProcessorList) -> None:
+        self.params = params
+        self._processors, self._warpers = processors, warpers
+        self._generator = torch.Generator().manual_seed(params.seed)
+
+    def scores(self, logits: torch.Tensor, path: np.ndarray) -> torch.Tensor:
+        """Log-scores [V] (float32, unnormalised) after penalties and filters; `path` is prompt plus answer so far."""
+        scores = logits.float()[None]
+        if self._processors or self._warpers:
+            ids = torch.from_numpy(path)[None].to(logits.device)
+            scores = self._warpers(ids, self._processors(ids, scores))
+        return scores[0]
+
+    def __call__(self, logits: torch.Tensor, path: np.ndarray) -> int:
+        """The next token after `path`, given the target's `logits` [V] there. Raises FloatingPointError on NaN."""
+        scores = self.scores(logits, path)
+        best = int(scores.argmax())
+        if scores[best].isnan():  # argmax finds a NaN if there is one
+            raise FloatingPointError("the target's logits are not numbers; try --dtype float32")
+        if self.params.temperature == 0:
+            return best
+        # Inverse transform sampling: one uniform number per token, whatever the vocabulary and the draft.
+        cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
+        uniform = torch.rand((), generator=self._generator, dtype=torch.float64).to(cumulative.device)
+        return min(int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)), len(scores) - 1)
+
+
+def make_sampler(params: SamplingParams, eos_ids: Iterable[int], prompt_length: int) -> Sampler:
+    """The sampler of one answer. Order as in transformers: penalties, then temperature, top-k, top-p, min-p."""
+    eos = sorted(eos_ids)
+    processors, warpers = LogitsProcessorList(), LogitsProcessorList()
+    if params.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
+    if params.presence_penalty or params.frequency_penalty:
+        processors.append(OccurrencePenalty(params.presence_penalty, params.frequency_penalty, prompt_length))
+    if params.min_tokens and eos:
+        processors.append(MinNewTokensLengthLogitsProcessor(prompt_length, params.min_tokens, eos))
+    if params.temperature:
+        if params.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(float(params.temperature)))
+        if params.top_k:
+            warpers.append(TopKLogitsWarper(params.top_k))
+        if params.top_p < 1:
+            warpers.append(TopPLogitsWarper(params.top_p))
+        if params.min_p:
+            warpers.append(MinPLogitsWarper(params.min_p))
+    return Sampler(params, processors, warpers)

@@ -1,0 +1,60 @@
+"""A tree of guessed tokens as a struct of arrays; knows nothing of models."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+ROOT = -1  # the newest token of the context: the parent of the first guesses, not itself a node
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Guessed continuations of a context; parents come before their children.
+
+    tokens:  int64 [N]
+    parents: int64 [N], the index of each node's parent, or ROOT
+    scores:  float32 [N], the draft's cumulative log-probability of the path that ends in the node
+    """
+
+    tokens: np.ndarray
+    parents: np.ndarray
+    scores: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def child(self, node: int, token: int) -> int | None:
+        """The child of `node` (or of ROOT) that carries `token`, or None."""
+        found = np.flatnonzero((self.parents == node) & (self.tokens == token))
+        return int(found[0]) if len(found) else None
+
+
+def empty_tree() -> TokenTree:
+    """The tree of plain decoding: only the root is scored."""
+    return TokenTree(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+def depths(parents: np.ndarray) -> np.ndarray:
+    """Distance of each node from the root (children of the root: 1), int64 [N]."""
+    result = np.zeros(len(parents), np.int64)
+    for node, parent in enumerate(parents.tolist()):
+        result[node] = 1 if parent == ROOT else result[parent] + 1
+    return result
+
+
+def ancestors(parents: np.ndarray) -> np.ndarray:
+    """Which nodes lie on the path from the root to each node, itself included: bool [N, N]."""
+    result = np.eye(len(parents), dtype=bool)
+    for node, parent in enumerate(parents.tolist()):
+        if parent != ROOT:
+            result[node] |= result[parent]
+    return result
+
+
+def best_chain(tree: TokenTree) -> TokenTree:
+    """The path to the tree's deepest node along the best-scored children: for models that cannot verify a tree."""
+    path, node = [], ROOT
+    while len(children := np.flatnonzero(tree.parents == node)):
+        node = int(children[np.argmax(tree.scores[children])])
+        path.append(node)
+    return TokenTree(tree.tokens[path], np.arange(len(path)) - 1, tree.scores[path])

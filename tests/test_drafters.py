@@ -1,0 +1,77 @@
+"""Drafters: the model's tree is the most probable one of its size, the n-gram's follows counts."""
+
+import heapq
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCAB, tiny_model
+
+from specexec.budget import Budget
+from specexec.drafters.model import SHARPEST, ModelDrafter
+from specexec.drafters.ngram import NGramDrafter
+from specexec.lm import CachedLM, as_ids
+from specexec.tree import depths
+
+CONTEXT = as_ids(range(5, 20))
+
+
+def best_first(model: torch.nn.Module, num_nodes: int, max_depth: int, temperature: float) -> list[tuple[int, ...]]:
+    """The most probable continuations, one at a time, each from a forward over its whole path."""
+    found: list[tuple[int, ...]] = []
+    heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    while heap and len(found) <= num_nodes:
+        cost, path = heapq.heappop(heap)
+        found.append(path)
+        if len(path) < max_depth:
+            with torch.inference_mode():
+                logits = model(input_ids=torch.tensor([[*CONTEXT.tolist(), *path]]), use_cache=False).logits[0, -1]
+            for token, logprob in enumerate((logits / temperature).log_softmax(-1).tolist()):
+                heapq.heappush(heap, (cost - logprob, (*path, token)))
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "max_depth", "temperature"), [(1, 9, 0), (12, 9, 0), (40, 3, 1.0), (64, 20, 0.8)]
+)
+def test_the_tree_is_the_most_probable_one(num_nodes: int, max_depth: int, temperature: float) -> None:
+    model = tiny_model("llama")
+    expected = best_first(model, num_nodes, max_depth, max(temperature, SHARPEST))
+    for max_batch in (1, 5, 32):
+        tree = ModelDrafter(CachedLM(model, 2000), max_batch=max_batch).propose(
+            CONTEXT, Budget(num_nodes, max_depth, temperature)
+        )
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        assert sorted(paths) == sorted(expected)
+        assert (np.diff(tree.scores) <= 0).all()
+
+
+def test_a_draft_without_room_proposes_what_it_can() -> None:
+    lm = CachedLM(tiny_model("llama"), len(CONTEXT) + 3)
+    tree = ModelDrafter(lm).propose(CONTEXT, Budget(64, 50))
+    assert 0 < len(tree) <= 64 and depths(tree.parents).max() <= 4
+
+
+def test_ngram_follows_the_longest_match_and_its_counts() -> None:
+    text = as_ids([1, 2, 3, 7, 8, 9, 1, 2, 3, 7, 5, 9, 1, 2, 3, 7, 8, 4, 1, 2, 3])
+    tree = NGramDrafter().propose(text, Budget(4, 10))
+    assert tree.tokens.tolist() == [7, 8, 9, 4] or tree.tokens.tolist()[:2] == [7, 8]
+    assert tree.parents.tolist()[:2] == [-1, 0]
+    np.testing.assert_allclose(tree.scores[:2], [0.0, np.log(2 / 3)], rtol=1e-6)
+
+
+def test_ngram_without_any_repetition_proposes_nothing() -> None:
+    assert len(NGramDrafter().propose(as_ids(range(30)), Budget(16, 10))) == 0
+    assert len(NGramDrafter().propose(as_ids([4]), Budget(16, 10))) == 0
+
+
+def test_ngram_respects_nodes_and_depth() -> None:
+    rng = np.random.default_rng(0)
+    for num_nodes, max_depth in itertools.product((1, 3, 16), (1, 2, 8)):
+        tree = NGramDrafter().propose(as_ids(rng.integers(0, 4, 200)), Budget(num_nodes, max_depth))
+        assert 0 < len(tree) <= num_nodes
+        assert depths(tree.parents).max() <= max_depth
+        assert (tree.tokens < VOCAB).all()

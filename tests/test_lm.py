@@ -1,0 +1,98 @@
+"""CachedLM against transformers' own forward, path by path."""
+
+import numpy as np
+import pytest
+import torch
+from oracles import random_tree
+from tiny import FAMILIES, VOCAB, WINDOW, tiny_model
+
+from specexec.lm import CachedLM, as_ids, score_tree
+from specexec.tree import ROOT, TokenTree, empty_tree
+
+LENGTHS = (WINDOW - 3, WINDOW, 3 * WINDOW)
+
+
+def by_paths(model: torch.nn.Module, context: np.ndarray, tree: TokenTree) -> torch.Tensor:
+    """Logits after the context and after each node, each from a forward of its own without cache or mask."""
+    rows = []
+    for node in range(-1, len(tree)):
+        path: list[int] = []
+        while node != ROOT:
+            path.insert(0, int(tree.tokens[node]))
+            node = int(tree.parents[node])
+        with torch.inference_mode():
+            rows.append(model(input_ids=torch.tensor([[*context.tolist(), *path]]), use_cache=False).logits[0, -1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tree_scores_equal_the_plain_forward_over_several_passes(family: str) -> None:
+    model = tiny_model(family)
+    for length in LENGTHS:
+        lm = CachedLM(model, 200)
+        context = as_ids(np.random.default_rng(length).integers(3, VOCAB, length))
+        for step in range(3):
+            tree = random_tree(12, VOCAB, seed=step)
+            torch.testing.assert_close(
+                score_tree(lm, context, tree), by_paths(model, context, tree), atol=1e-4, rtol=1e-4
+            )
+            deep = int(np.argmax(np.cumsum(tree.parents >= 0)))  # some accepted path, then a token of the target's own
+            path: list[int] = []
+            while deep != ROOT:
+                path.insert(0, int(tree.tokens[deep]))
+                deep = int(tree.parents[deep])
+            context = np.concatenate([context, path, [17]])
+
+
+def test_growing_a_tree_in_batches_equals_scoring_it_at_once() -> None:
+    model = tiny_model("gemma3_text")
+    tree, context = random_tree(20, VOCAB), as_ids(range(5, 25))
+    lm = CachedLM(model, 100)
+    grown = [lm.prefill(context)]
+    for begin in range(0, 20, 7):
+        grown.append(lm.extend(tree.tokens[begin : begin + 7], tree.parents[begin : begin + 7]))
+    torch.testing.assert_close(torch.cat(grown), by_paths(model, context, tree), atol=1e-4, rtol=1e-4)
+
+
+def test_only_new_tokens_are_computed() -> None:
+    model = tiny_model("llama")
+    computed: list[int] = []
+    model.register_forward_pre_hook(lambda _, __, kw: computed.append(kw["input_ids"].shape[1]), with_kwargs=True)
+    lm = CachedLM(model, 100)
+    score_tree(lm, as_ids(range(5, 25)), TokenTree(as_ids([7, 8]), as_ids([-1, 0]), np.zeros(2, np.float32)))
+    score_tree(lm, as_ids([*range(5, 25), 7, 8, 9]), empty_tree())  # both guesses accepted, one token of its own
+    score_tree(lm, as_ids([*range(5, 25), 7, 3]), empty_tree())  # a branch off in the committed text
+    lm.prefill(as_ids([*range(5, 25), 7, 3]))  # the same again: the last token's logits are needed
+    assert computed == [22, 1, 1, 1]
+    assert lm.num_reusable(as_ids([*range(5, 25), 9])) == 20
+
+
+def test_an_interrupted_pass_leaves_the_next_one_right() -> None:
+    model = tiny_model("llama")
+    lm, context = CachedLM(model, 100), as_ids(range(5, 25))
+    first = score_tree(lm, context, random_tree(8, VOCAB))
+    context = as_ids([*range(5, 25), 40])
+    hook = model.model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        score_tree(lm, context, random_tree(8, VOCAB, seed=1))
+    hook.remove()
+    tree = random_tree(8, VOCAB, seed=2)
+    torch.testing.assert_close(score_tree(lm, context, tree), by_paths(model, context, tree), atol=1e-4, rtol=1e-4)
+    assert first.shape == (9, VOCAB)
+
+
+def test_padding_rows_of_the_vocabulary_are_cut_off() -> None:
+    model = tiny_model("llama", vocab_size=384)
+    assert score_tree(CachedLM(model, 40, vocab_size=VOCAB), as_ids([5, 6]), empty_tree()).shape == (1, VOCAB)
+
+
+def test_too_long_a_context_is_an_error_with_numbers() -> None:
+    with pytest.raises(ValueError, match="30 tokens of context and 3 of the tree do not fit into the 32 rows"):
+        score_tree(CachedLM(tiny_model("llama"), 32), as_ids(range(5, 35)), random_tree(3, VOCAB))
+
+
+def test_recurrent_layers_are_refused_by_name() -> None:
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["linear_attention", "full_attention"] * 2
+    with pytest.raises(ValueError, match="linear_attention"):
+        CachedLM(model, 10)
