@@ -1,0 +1,1 @@
+"""Where weights rest and how they travel; knows nothing of tokens."""

@@ -1,0 +1,161 @@
+"""Where the bytes of units rest: in the checkpoint's own files, or in one arena of RAM."""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from offload.layout import BLOCK_BYTES, Unit
+
+# One request. The kernel splits it and keeps the parts in flight at once; larger ones gain nothing, smaller ones lose
+# some 8 % whenever the cores are busy computing, for the reader then waits for its turn after each of them.
+READ_BYTES = 16 << 20
+
+
+def anonymous(nbytes: int) -> torch.Tensor:
+    """A page-aligned uint8 buffer of its own mapping: exact in size, given back when the last view goes."""
+    memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+
+
+class WeightStore(Protocol):
+    """Bytes at rest. `read_into` may be called from one thread at a time."""
+
+    def read_into(self, unit: Unit, buffer: torch.Tensor, cancelled: Callable[[], bool]) -> bool:
+        """Fills `buffer` (uint8, at least unit.slot_bytes) and tells whether it was filled or cancelled."""
+
+    def close(self) -> None:
+        """Gives files and memory back; may be called again."""
+
+
+class FileStore:
+    """Reads units straight from the files that hold them, past the page cache."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: dict[Path, tuple[int, int, bool]] = {}
+        try:
+            for file in sorted(set(files)):
+                self._files[file] = open_for_reading(file)
+        except OSError:
+            self.close()
+            raise
+
+    def read_into(self, unit: Unit, buffer: torch.Tensor, cancelled: Callable[[], bool]) -> bool:
+        """Fills `buffer`; raises OSError naming the file when it has shrunk or the disk fails."""
+        memory = memoryview(buffer.numpy())
+        for extent in unit.extents:
+            fd, size, direct = self._files[extent.file]
+            end = min(extent.offset + extent.nbytes, size)
+            position = extent.offset
+            while position < end:
+                if cancelled():
+                    return False
+                start = extent.slot_offset + position - extent.offset
+                length = min(READ_BYTES, extent.offset + extent.nbytes - position)
+                got = self._read(extent.file, fd, memory[start : start + length], position)
+                if not direct:
+                    os.posix_fadvise(fd, position, got, os.POSIX_FADV_DONTNEED)
+                position += got
+                if position < end and position % BLOCK_BYTES:
+                    got -= position % BLOCK_BYTES  # go on from a whole block
+                    position -= position % BLOCK_BYTES
+                if got <= 0:
+                    raise OSError(
+                        errno.EIO, f"file ends before byte {end:,}: it changed while in use", str(extent.file)
+                    )
+        return True
+
+    def close(self) -> None:
+        """Closes every file."""
+        while self._files:
+            os.close(self._files.popitem()[1][0])
+
+    @staticmethod
+    def _read(file: Path, fd: int, memory: memoryview, position: int) -> int:
+        try:
+            return os.preadv(fd, [memory], position)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(file)) from error
+
+
+class ArenaStore:
+    """Holds units in RAM: one exact arena, pinned when the device is a GPU."""
+
+    def __init__(
+        self,
+        units: Iterable[Unit],
+        source: WeightStore,
+        *,
+        pinned: bool = False,
+        report: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        units = list(units)
+        self._arena = anonymous(sum(unit.slot_bytes for unit in units))
+        self.pinned = pinned and pin(self._arena)
+        start = 0
+        for unit in units:
+            self._places[unit.name] = (start, unit.slot_bytes)
+            source.read_into(unit, self.bytes_of(unit), lambda: False)
+            start += unit.slot_bytes
+            report(unit.slot_bytes)
+
+    def bytes_of(self, unit: Unit) -> torch.Tensor:
+        """The unit's bytes where they rest."""
+        return self._arena.narrow(0, *self._places[unit.name])
+
+    def read_into(self, unit: Unit, buffer: torch.Tensor, cancelled: Callable[[], bool]) -> bool:
+        """Copies the unit to `buffer`."""
+        resting = self.bytes_of(unit)
+        for start in range(0, unit.slot_bytes, READ_BYTES):
+            if cancelled():
+                return False
+            buffer[start : start + READ_BYTES][: unit.slot_bytes - start].copy_(resting[start : start + READ_BYTES])
+        return True
+
+    def close(self) -> None:
+        """Drops the arena."""
+        if self.pinned:
+            unpin(self._arena)
+            self.pinned = False
+        self._places.clear()
+        self._arena = anonymous(0)
+
+
+def pin(buffer: torch.Tensor) -> bool:
+    """Page-locks `buffer` in place, for torch's own pinned allocator rounds up to powers of two; False if refused."""
+    return (
+        torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
+        == torch.cuda.cudart().cudaError.success
+    )
+
+
+def unpin(buffer: torch.Tensor) -> None:
+    """Undoes `pin`, which has to happen before the memory goes."""
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+
+
+def open_for_reading(file: Path) -> tuple[int, int, bool]:
+    """Descriptor, size, and whether reads bypass the page cache, which tmpfs and some network mounts refuse."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return _sized(os.open(file, os.O_RDONLY | os.O_CLOEXEC), False)
+    try:
+        os.preadv(fd, [mmap.mmap(-1, BLOCK_BYTES)], 0)
+    except OSError as error:
+        os.close(fd)
+        if error.errno != errno.EINVAL:
+            raise
+        return _sized(os.open(file, os.O_RDONLY | os.O_CLOEXEC), False)
+    return _sized(fd, True)
+
+
+def _sized(fd: int, direct: bool) -> tuple[int, int, bool]:
+    return fd, os.fstat(fd).st_size, direct

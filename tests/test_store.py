@@ -1,0 +1,129 @@
+"""Bytes at rest: read past the page cache, where a file system lets us, and never silently short."""
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload import store as store_module
+from offload.checkpoint import TensorEntry
+from offload.layout import Unit, _extents
+from offload.store import ArenaStore, FileStore, anonymous, open_for_reading
+
+SIZE = 9 << 20 | 777
+
+
+def never():
+    return False
+
+
+@pytest.fixture(params=["disk", "tmpfs"])
+def file(request, tmp_path):
+    """A file of random bytes with an odd size; tmpfs may refuse O_DIRECT."""
+    path = tmp_path / "bytes" if request.param == "disk" else Path(f"/dev/shm/specexec-test-{os.getpid()}")
+    path.write_bytes(os.urandom(SIZE))
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def unit_of(file, *places):
+    entries = [TensorEntry(f"{begin}", file, begin, end - begin, torch.uint8, (end - begin,)) for begin, end in places]
+    return Unit("unit", (), _extents(entries), frozenset(), 0, 0, ())
+
+
+def check(store, unit, file):
+    buffer = anonymous(unit.slot_bytes)
+    assert store.read_into(unit, buffer, never)
+    content = file.read_bytes()
+    for extent in unit.extents:
+        wanted = content[extent.offset : extent.offset + extent.nbytes]
+        assert buffer[extent.slot_offset :][: len(wanted)].numpy().tobytes() == wanted
+
+
+def test_reads_what_the_file_holds_up_to_its_odd_end(file):
+    store = FileStore([file])
+    unit = unit_of(file, (10, 5000), (20_000, 6 << 20), (SIZE - 100, SIZE))
+    check(store, unit, file)
+    arena = ArenaStore([unit, replace(unit, name="again")], store)
+    store.close()
+    check(arena, unit, file)
+    arena.close()
+    arena.close()
+
+
+def test_refused_direct_reads_fall_back(file, monkeypatch):
+    genuine = os.open
+
+    def refuse(path, flags, *rest):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument", str(path))
+        return genuine(path, flags, *rest)
+
+    monkeypatch.setattr(store_module.os, "open", refuse)
+    store = FileStore([file])
+    check(store, unit_of(file, (0, SIZE)), file)
+    store.close()
+
+
+def test_direct_reads_refused_only_when_reading(tmp_path, monkeypatch):
+    path = tmp_path / "bytes"
+    path.write_bytes(bytes(5000))
+    genuine = os.preadv
+    monkeypatch.setattr(store_module.os, "preadv", lambda *_: (_ for _ in ()).throw(OSError(errno.EINVAL, "no")))
+    descriptor, size, direct = open_for_reading(path)
+    monkeypatch.setattr(store_module.os, "preadv", genuine)
+    assert (size, direct) == (5000, False)
+    os.close(descriptor)
+
+
+def test_short_reads_are_continued(file, monkeypatch):
+    genuine = os.preadv
+    store = FileStore([file])
+    monkeypatch.setattr(store_module.os, "preadv", lambda fd, into, at: genuine(fd, [into[0][:512_512]], at))
+    check(store, unit_of(file, (3, SIZE)), file)
+    store.close()
+
+
+@pytest.mark.parametrize("left", [0, 4096, SIZE - 1])
+def test_file_that_shrinks_is_named(file, left):
+    store = FileStore([file])
+    unit = unit_of(file, (0, SIZE))
+    with file.open("r+b") as stream:
+        stream.truncate(left)
+    with pytest.raises(OSError, match=file.name):
+        store.read_into(unit, anonymous(unit.slot_bytes), never)
+    store.close()
+
+
+def test_disk_error_names_the_file(file, monkeypatch):
+    store = FileStore([file])
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(store_module.os, "preadv", fail)
+    unit = unit_of(file, (0, 100))
+    with pytest.raises(OSError, match=file.name):
+        store.read_into(unit, anonymous(unit.slot_bytes), never)
+    store.close()
+
+
+def test_cancelled_between_blocks(file, monkeypatch):
+    monkeypatch.setattr(store_module, "READ_BYTES", 4 << 20)
+    store = FileStore([file])
+    unit = unit_of(file, (0, SIZE))
+    answers = iter([False, True])
+    buffer = anonymous(unit.slot_bytes)
+    assert not store.read_into(unit, buffer, lambda: next(answers))
+    assert not buffer[4 << 20 :].any()
+    store.close()
+
+
+def test_missing_file_leaves_nothing_open(file):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(FileNotFoundError, match="zz-nowhere"):
+        FileStore([file, file.with_name("zz-nowhere")])
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
