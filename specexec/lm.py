@@ -1,7 +1,8 @@
 """A causal LM together with the KV rows that it has already computed; nothing is computed twice.
 
-Rows 0..P-1 hold the committed context, the rows behind them the nodes of the pending tree. The next call brings a longer
-context: whichever pending nodes it contains are moved into place, the others are dropped, and only the rest is computed.
+Rows 0..P-1 hold the committed context, the rows behind them the nodes of the pending tree, in order. The next call
+brings a longer context: those pending nodes that it contains are moved into place, the others are dropped, and only the
+rest is computed.
 """
 
 import copy
@@ -13,13 +14,13 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, create_masks_for_generate
 
-from specexec.tree import ROOT, TokenTree, ancestors, depths
+from specexec.tree import ROOT, TokenTree, ancestors, depths, is_chain
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class RowLayer(CacheLayerMixin):
-    """One layer's keys and values in preallocated rows; how many are filled is known to the RowCache alone."""
+    """One layer's keys and values in preallocated rows; how many are filled only the RowCache knows."""
 
     is_croppable = True
 
@@ -91,9 +92,7 @@ class CachedLM:
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         self._patterns = _attention_patterns(model)
         self._cache = RowCache(config.num_hidden_layers, max_rows)
-        self._context = np.empty(0, np.int64)  # the committed tokens, one per row
-        self._tokens = np.empty(0, np.int64)  # the pending nodes, in row order
-        self._parents = np.empty(0, np.int64)
+        self.clear()
 
     @property
     def num_committed(self) -> int:
@@ -105,6 +104,11 @@ class CachedLM:
         shared = min(len(self._context), len(context) - 1)
         differing = np.flatnonzero(self._context[:shared] != context[:shared])
         return int(differing[0]) if len(differing) else shared
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._context = self._tokens = self._parents = np.empty(0, np.int64)
+        self._cache.num_rows = 0
 
     def prefill(self, context: np.ndarray) -> torch.Tensor:
         """Logits [1, V] of what follows `context` (int64 [length]); only rows not yet held are computed."""
@@ -157,7 +161,8 @@ class CachedLM:
         output = self.model(
             input_ids=torch.from_numpy(np.concatenate([tail, tokens]))[None].to(self.device),
             position_ids=torch.from_numpy(positions)[None].to(self.device),
-            attention_mask=self._masks(len(tail), node_positions, all_parents) if len(all_parents) else None,
+            # Text without branches needs no mask of ours: the library's own is causal.
+            attention_mask=None if is_chain(all_parents) else self._masks(len(tail), node_positions, all_parents),
             cache=self._cache,
             use_cache=True,
             logits_to_keep=min(len(tail), 1) + len(tokens),
@@ -170,7 +175,7 @@ class CachedLM:
     def _masks(
         self, num_tail: int, node_positions: np.ndarray, parents: np.ndarray
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks [1, 1, Q, rows], one per attention pattern of the model (eager attention misreads booleans)."""
+        """Additive masks [1, 1, Q, rows], one per attention pattern (eager attention misreads booleans)."""
         committed = len(self._context) + num_tail
         key_positions = torch.from_numpy(np.concatenate([np.arange(committed), node_positions]))
         visible = torch.zeros(num_tail + len(parents), committed + len(parents), dtype=torch.bool)

@@ -51,6 +51,11 @@ def ancestors(parents: np.ndarray) -> np.ndarray:
     return result
 
 
+def is_chain(parents: np.ndarray) -> bool:
+    """Whether the nodes are one branch, in order (or there are none)."""
+    return np.array_equal(parents, np.arange(len(parents)) - 1)
+
+
 def best_chain(tree: TokenTree) -> TokenTree:
     """The path to the tree's deepest node along the best-scored children: for models that cannot verify a tree."""
     path, node = [], ROOT

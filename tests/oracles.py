@@ -30,7 +30,7 @@ def plain_text(
     max_tokens: int,
     stop: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """Decoding as nobody would do it: the library's own forward over the whole text for every token, without a cache."""
+    """Decoding as nobody would: the library's own forward over the whole text for every token, without a cache."""
     sampler = make_sampler(params, stop, len(prompt))
     text = list(prompt)
     for _ in range(max_tokens):

@@ -7,6 +7,7 @@ from oracles import random_tree
 from tiny import FAMILIES, VOCAB, WINDOW, tiny_model
 
 from specexec.lm import CachedLM, as_ids, score_tree
+from specexec.selfcheck import TOLERANCE, tree_attention_error
 from specexec.tree import ROOT, TokenTree, empty_tree
 
 LENGTHS = (WINDOW - 3, WINDOW, 3 * WINDOW)
@@ -96,3 +97,11 @@ def test_recurrent_layers_are_refused_by_name() -> None:
     model.config.layer_types = ["linear_attention", "full_attention"] * 2
     with pytest.raises(ValueError, match="linear_attention"):
         CachedLM(model, 10)
+
+
+def test_the_self_check_passes_everywhere_and_finds_a_mask_that_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in FAMILIES:
+        assert tree_attention_error(CachedLM(tiny_model(family), 40)) < 1e-4, family
+    lm = CachedLM(tiny_model("llama"), 40)
+    monkeypatch.setattr(lm, "_masks", lambda *_: None)  # as if the library had dropped the argument
+    assert tree_attention_error(lm) > TOLERANCE

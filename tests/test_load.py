@@ -27,7 +27,8 @@ def open_files():
 
 def loaded(checkpoint, *, resident=0, num_slots=2, tier="disk", dtype=None, **options):
     layers = outline(checkpoint, dtype=dtype).layers
-    chosen = plan(layers, fixed={}, limit_bytes=10**12, num_slots=num_slots, resident=resident, tier=tier)
+    ram_bytes = 10**12 if tier == "ram" else None
+    chosen = plan(layers, fixed={}, limit_bytes=10**12, num_slots=num_slots, resident=resident, ram_bytes=ram_bytes)
     return load_model(checkpoint, chosen, dtype=dtype, **options)
 
 

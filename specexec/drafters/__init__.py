@@ -12,5 +12,5 @@ class Drafter(Protocol):
     """Anything that guesses continuations; the guesses change the speed, never the text."""
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
-        """Guess what follows `context` (int64 [length]) with at most `budget.num_nodes` nodes; the tree may be empty."""
+        """Guess what follows `context` (int64 [length]), at most `budget.num_nodes` nodes; the tree may be empty."""
         ...

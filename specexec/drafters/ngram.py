@@ -1,4 +1,4 @@
-"""The n-gram drafter: what followed the last few tokens earlier in the text will follow them again; no model, no memory."""
+"""The n-gram drafter: what followed the last few tokens earlier will follow them again; no model, no memory."""
 
 import heapq
 import math

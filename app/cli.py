@@ -1,0 +1,177 @@
+"""The command line: options and the mouth that turns errors into one line and an exit code.
+
+Nothing heavy is imported before a command runs, so that `--help` answers at once.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from app import __version__
+
+command = typer.Typer(
+    name="specexec",
+    help="Run a language model larger than its memory limit, exactly, several tokens per pass.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+OK, ERROR, INTERRUPTED = 0, 1, 130
+
+_Text = str | None
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Use nothing but what is on this machine.")]
+
+
+def _option(name: str, metavar: str, what: str, panel: str = "Options") -> typer.models.OptionInfo:
+    return typer.Option(name, metavar=metavar, help=what, rich_help_panel=panel)
+
+
+def _model(name: str, metavar: str, what: str) -> typer.models.OptionInfo:
+    return _option(name, metavar, what, "Model")
+
+
+def _memory(name: str, metavar: str, what: str) -> typer.models.OptionInfo:
+    return _option(name, metavar, what, "Memory")
+
+
+def _sampling(name: str, metavar: str, what: str) -> typer.models.OptionInfo:
+    return _option(name, metavar, what, "Sampling")
+
+
+@command.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False) -> None:
+    if version:
+        print(f"specexec {__version__}")
+        raise typer.Exit
+
+
+@command.command()
+def run(
+    context: typer.Context,
+    prompt: Annotated[_Text, typer.Argument(help="What to answer; standard input where it is left out.")] = None,
+    preset: Annotated[_Text, _model("--preset", "NAME|FILE", "Preset; demo unless a target is given.")] = None,
+    target: Annotated[_Text, _model("--target", "MODEL", "Directory, .gguf file or Hub id to answer with.")] = None,
+    draft: Annotated[_Text, _model("--draft", "auto|self|ngram|none|MODEL", "Where guesses come from.")] = None,
+    draft_bits: Annotated[_Text, _model("--draft-bits", "16|4", "4: an NF4 copy of a draft model.")] = None,
+    dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What to compute in.")] = None,
+    ctx: Annotated[_Text, _model("--ctx", "N", "Most tokens of prompt and answer together.")] = None,
+    budget: Annotated[_Text, _model("--budget", "N", "Most guesses verified in one pass.")] = None,
+    device: Annotated[_Text, _memory("--device", "auto|cpu|cuda", "Where to compute.")] = None,
+    device_limit: Annotated[_Text, _memory("--device-limit", "SIZE", "Memory of the device to use, as 8GB.")] = None,
+    ram_limit: Annotated[_Text, _memory("--ram-limit", "SIZE", "Main memory to use, as 16GB.")] = None,
+    slots: Annotated[_Text, _memory("--slots", "N", "Slots that streamed layers pass through.")] = None,
+    temp: Annotated[_Text, _sampling("--temp", "T", "Temperature; 0 is greedy.")] = None,
+    top_p: Annotated[_Text, _sampling("--top-p", "P", "Keep the likeliest tokens of this total probability.")] = None,
+    top_k: Annotated[_Text, _sampling("--top-k", "K", "Keep the K likeliest tokens; 0 keeps all.")] = None,
+    min_p: Annotated[_Text, _sampling("--min-p", "P", "Drop tokens below this share of the likeliest one.")] = None,
+    repeat_penalty: Annotated[
+        _Text, _sampling("--repeat-penalty", "X", "Divide logits of tokens seen; 1: off.")
+    ] = None,
+    presence_penalty: Annotated[_Text, _sampling("--presence-penalty", "X", "Subtracted once a token is used.")] = None,
+    frequency_penalty: Annotated[_Text, _sampling("--frequency-penalty", "X", "Subtracted for every use.")] = None,
+    min_tokens: Annotated[_Text, _sampling("--min-tokens", "N", "Do not end before N tokens.")] = None,
+    max_tokens: Annotated[_Text, _sampling("--max-tokens", "N", "End after N tokens.")] = None,
+    seed: Annotated[_Text, _sampling("--seed", "N", "Same seed, same text, whatever the draft.")] = None,
+    stop: Annotated[list[str] | None, _sampling("--stop", "TEXT", "End before this text; repeatable.")] = None,
+    system: Annotated[_Text, _option("--system", "TEXT", "System message.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without chat template.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    offline: Offline = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Tell where every setting came from.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Answer one prompt."""
+    from app.presets import chosen_settings
+    from app.settings import READERS
+
+    try:
+        flags = {key: value for key, value in context.params.items() if key in READERS and value}
+        chosen = chosen_settings(preset, flags)
+        if raw and chosen.settings.system:
+            raise ValueError("--system needs the chat template, which --raw leaves out")
+        text = _read_prompt(prompt)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    from app.quiet import quiet_libraries
+
+    quiet_libraries()  # before the imports below, some of which have notices of their own
+    from app.run import run_prompt
+
+    run_prompt(text, chosen, raw=raw, as_json=as_json, offline=offline, verbose=verbose)
+
+
+@command.command()
+def pull(
+    model: Annotated[str, typer.Argument(metavar="NAME|ID", help="A preset, a Hub id or a .gguf file.")],
+    offline: Offline = False,
+    debug: Debug = False,
+) -> None:
+    """Fetch and convert what a preset or a model needs, so that it starts without a network."""
+    from app.pull import pull_models
+
+    pull_models(model, offline=offline)
+
+
+@command.command("list")
+def list_presets(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show the presets, why one would choose each, and whether it is cached."""
+    from app.pull import show_presets
+
+    show_presets(as_json=as_json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns 0, 1 (error), 2 (usage) or 130 (interrupted)."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = command(arguments, prog_name="specexec", standalone_mode=False)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # typer turns the first into the second where it sees it
+        return _end_quietly()
+    except (typer.Abort, KeyboardInterrupt):
+        print("specexec: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except TyperException as error:
+        print(f"specexec: {error.format_message()}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        print(f"specexec: {_one_line(error)}", file=sys.stderr)
+        return ERROR
+    return code or OK
+
+
+def _read_prompt(argument: str | None) -> str:
+    if argument is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ValueError("give a prompt as an argument or on standard input")
+        argument = sys.stdin.read()
+    if not argument.strip():
+        raise ValueError("the prompt is empty")
+    return argument
+
+
+def _one_line(error: Exception) -> str:
+    """What the user can act on; a failure that nobody foresaw also says its kind and how to see more."""
+    message = " ".join(str(error).split())
+    foreseen = isinstance(error, (ValueError, OSError, FloatingPointError)) or type(error).__module__.startswith(
+        "offload"
+    )
+    return message if foreseen and message else f"{type(error).__name__}: {message} (--debug shows the traceback)"
+
+
+def _end_quietly() -> int:
+    """The reader of our output has left: nothing more can be said, and nothing went wrong."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OK

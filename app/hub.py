@@ -1,0 +1,83 @@
+"""Checkpoints from the Hugging Face Hub, into its own cache; HF_HOME, HF_TOKEN and HF_ENDPOINT hold."""
+
+import io
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from app.progress import Progress
+
+_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "merges.txt", "vocab.txt"]
+_PATIENCE_S = 5.0
+
+
+def is_reachable() -> bool:
+    """Whether the Hub answers within five seconds, name resolution (which has no timeout of its own) included."""
+    from huggingface_hub.constants import ENDPOINT
+
+    answered: list[bool] = []
+
+    def ask() -> None:
+        try:
+            urllib.request.urlopen(urllib.request.Request(ENDPOINT, method="HEAD"), timeout=_PATIENCE_S).close()
+        except urllib.error.HTTPError:
+            pass  # it answers, if only to say no
+        except OSError:
+            return
+        answered.append(True)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE_S)
+    return bool(answered)
+
+
+def local_snapshot(model_id: str) -> Path | None:
+    """The cached snapshot of a model, or None unless it is whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=_PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def download(model_id: str) -> Path:
+    """Fetches safetensors, configs and tokenizer; ConnectionError or FileNotFoundError says why it could not."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if not is_reachable():
+        raise ConnectionError(f"cannot reach the Hub to fetch {model_id}: check the network, or give a local directory")
+    with Progress(f"download {model_id}") as progress:
+        try:
+            return Path(snapshot_download(model_id, allow_patterns=_PATTERNS, tqdm_class=_reporting_to(progress)))
+        except GatedRepoError:
+            raise ConnectionError(
+                f"{model_id} is gated: accept its terms on the Hub, then set HF_TOKEN or run `hf auth login`"
+            ) from None
+        except RepositoryNotFoundError:
+            raise FileNotFoundError(
+                f"no model {model_id!r} on the Hub (nor a directory of that name); a private one needs HF_TOKEN"
+            ) from None
+        except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+            raise ConnectionError(f"cannot fetch {model_id} from the Hub: {str(error).splitlines()[0]}") from error
+
+
+def _reporting_to(progress: Progress) -> type:
+    """A tqdm class that shows nothing itself and hands counts of bytes on."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def display(self, *args: Any, **kwargs: Any) -> None:
+            if self.unit == "B":
+                progress(int(self.n), int(self.total or 0))
+
+    return Bar

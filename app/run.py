@@ -1,0 +1,85 @@
+"""The command `run`: one prompt, its answer as it comes, one status line."""
+
+import json
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from itertools import chain
+
+from app.environment import is_offline
+from app.launch import Running, open_session
+from app.progress import watching
+from app.session import Chunk
+from app.settings import Resolved
+from app.sizes import format_size
+from app.stats import Stats, status_line
+from offload.hardware import peak_rss_bytes
+
+
+def run_prompt(prompt: str, chosen: Resolved, *, raw: bool, as_json: bool, offline: bool, verbose: bool) -> None:
+    """Answers `prompt` on standard output; everything else goes to standard error."""
+    with open_session(chosen, offline=offline or is_offline(), note=_note) as running:
+        settings = running.chosen.settings
+        if verbose:
+            _tell(running)
+        system = [{"role": "system", "content": settings.system}] if settings.system else []
+        session = running.session
+        ids = session.encode_raw(prompt) if raw else session.encode_chat([*system, {"role": "user", "content": prompt}])
+        chunks = session.stream(ids, running.sampling, max_tokens=settings.max_tokens, stop=settings.stop)
+        streamed_before = running.count_streamed()
+        with watching("prefill", lambda: running.count_streamed() - streamed_before, running.plan.streamed_bytes):
+            first = next(chunks)
+        text, stats = _collect(chain([first], chunks), is_shown=not as_json)
+        peak_bytes = peak_rss_bytes()
+        _note(status_line(stats, running.raw_link_bps, peak_bytes, running.plan.limit_bytes))
+        if as_json:
+            print(json.dumps(_report(text, stats, running, peak_bytes)), flush=True)
+
+
+def _collect(chunks: Iterable[Chunk], *, is_shown: bool) -> tuple[str, Stats]:
+    """The whole text and its last stats; shows the text as it comes if asked to."""
+    pieces = []
+    for chunk in chunks:
+        pieces.append(chunk.text)
+        if is_shown:
+            print(chunk.text, end="", flush=True)
+        stats = chunk.stats
+    if is_shown:
+        print(flush=True)
+    return "".join(pieces), stats
+
+
+def _report(text: str, stats: Stats, running: Running, peak_bytes: int) -> dict[str, object]:
+    settings = running.chosen.settings
+    return {
+        "text": text,
+        **asdict(stats),
+        "tokens_per_pass": stats.tokens_per_pass,
+        "tokens_per_s": stats.tokens_per_s,
+        "s_per_pass": stats.s_per_pass,
+        "link_bps": stats.link_bps,
+        "raw_link_bps": running.raw_link_bps,
+        "peak_bytes": peak_bytes,
+        "limit_bytes": running.plan.limit_bytes,
+        "seed": settings.seed,
+        "preset": running.chosen.preset,
+        "target": settings.target,
+        "draft": running.draft,
+        "budget": settings.budget,
+        "num_resident": len(running.plan.resident),
+        "num_streamed": len(running.plan.streamed),
+    }
+
+
+def _tell(running: Running) -> None:
+    """Where every setting came from, and every item of memory."""
+    for line in running.chosen.lines():
+        _note(line)
+    for name, num_bytes in running.plan.items:
+        _note(f"memory: {format_size(num_bytes):>8}  {name}")
+    layers = f"{len(running.plan.resident)} layers resident, {len(running.plan.streamed)} streamed"
+    _note(f"memory: {format_size(running.plan.total_bytes)} of {format_size(running.plan.limit_bytes)}, {layers}")
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

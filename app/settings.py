@@ -1,0 +1,192 @@
+"""Every setting, what it may be, and which of flag, environment, preset, model and default decided it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+from app.sizes import parse_size
+from app.spelling import nearest
+
+DRAFT_KINDS = ("auto", "self", "ngram", "none")  # anything else names a model
+
+Reader = Callable[[Any], Any]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"a non-empty text, not {value!r}")
+    return value
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(_text(each) for each in ([value] if isinstance(value, str) else value))
+
+
+def _size(value: Any) -> int:
+    return parse_size(str(value))
+
+
+def _choice(*names: str) -> Reader:
+    def read(value: Any) -> str:
+        if str(value) not in names:
+            raise ValueError(f"{', '.join(names[:-1])} or {names[-1]}, not {str(value)!r}")
+        return str(value)
+
+    return read
+
+
+def _number(kind: type, what: str, allowed: Callable[[Any], bool]) -> Reader:
+    def read(value: Any) -> Any:
+        try:
+            number = kind(value) if isinstance(value, str) else value
+        except ValueError:
+            number = None
+        is_number = isinstance(number, (int, kind)) and not isinstance(number, bool)
+        if not is_number or not allowed(number):
+            raise ValueError(f"{what}, not {value}")
+        return kind(number)
+
+    return read
+
+
+def _at_least(low: int) -> Reader:
+    return _number(int, f"a whole number of at least {low}", lambda n: n >= low)
+
+
+_penalty = _number(float, "between -2 and 2", lambda x: -2 <= x <= 2)
+
+READERS: dict[str, Reader] = {
+    "target": _text,
+    "draft": _text,
+    "draft_bits": _number(int, "16 or 4", lambda n: n in (16, 4)),
+    "dtype": _choice("bfloat16", "float16", "float32"),
+    "ctx": _at_least(2),
+    "budget": _at_least(1),
+    "device": _choice("auto", "cpu", "cuda"),
+    "device_limit": _size,
+    "ram_limit": _size,
+    "slots": _at_least(1),
+    "temp": _number(float, "0 (greedy) or more", lambda x: 0 <= x < math.inf),
+    "top_p": _number(float, "above 0 and at most 1", lambda x: 0 < x <= 1),
+    "top_k": _at_least(0),
+    "min_p": _number(float, "from 0 to below 1", lambda x: 0 <= x < 1),
+    "repeat_penalty": _number(float, "above 0", lambda x: 0 < x < math.inf),
+    "presence_penalty": _penalty,
+    "frequency_penalty": _penalty,
+    "min_tokens": _at_least(0),
+    "seed": _number(int, "a whole number from 0 to 2^63 - 1", lambda n: 0 <= n < 2**63),
+    "max_tokens": _at_least(1),
+    "stop": _texts,
+    "system": _text,
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run's settings; None stands for what the machine or the context makes of it."""
+
+    target: str | None = None
+    draft: str = "auto"
+    draft_bits: int | None = None
+    dtype: str | None = None
+    ctx: int | None = None
+    budget: int = 64
+    device: str = "auto"
+    device_limit: int | None = None
+    ram_limit: int | None = None
+    slots: int = 2
+    temp: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    seed: int = 0
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    system: str | None = None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings, what set each one that is not at its default, and the preset's name."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+    preset: str | None = None
+
+    def lines(self) -> list[str]:
+        """`name = value (origin)` for every setting."""
+        values = {field.name: getattr(self.settings, field.name) for field in fields(Settings)}
+        return [f"{name} = {value} ({self.origins.get(name, 'default')})" for name, value in values.items()]
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    preset: Mapping[str, Any],
+    *,
+    preset_name: str | None = None,
+) -> Resolved:
+    """Merges the three, first wins; ValueError names the flag, variable or key whose value is wrong."""
+    sources = [
+        (preset, lambda key: f"preset {preset_name}: {key}", f"preset {preset_name}"),
+        (environment, lambda key: f"SPECEXEC_{key.upper()}", "environment"),
+        (flags, flag_name, "flag"),
+    ]
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, label, origin in sources:
+        for key, raw in source.items():
+            if key not in READERS:
+                raise ValueError(f"unknown setting {key!r}{nearest(key, READERS)}")
+            try:
+                values[key] = READERS[key](raw)
+            except ValueError as error:
+                raise ValueError(f"{label(key)} must be {error}") from None
+            origins[key] = origin
+    resolved = Resolved(Settings(**values), origins, preset_name)
+    _refuse_idle(resolved)
+    return resolved
+
+
+def with_generation_config(resolved: Resolved, generation_config: Any) -> Resolved:
+    """Fills sampling values that nothing else set from a model that asks to be sampled (`do_sample`)."""
+    config = generation_config or SimpleNamespace()
+    if not getattr(config, "do_sample", False):
+        return resolved
+    wanted = {
+        "temp": 1.0 if (temp := getattr(config, "temperature", None)) is None else temp,
+        "top_p": getattr(config, "top_p", None),
+        "top_k": getattr(config, "top_k", None),
+        "min_p": getattr(config, "min_p", None),
+        "repeat_penalty": getattr(config, "repetition_penalty", None),
+    }
+    new = {
+        key: READERS[key](value) for key, value in wanted.items() if value is not None and key not in resolved.origins
+    }
+    origins = {**resolved.origins, **dict.fromkeys(new, "generation_config")}
+    return replace(resolved, settings=replace(resolved.settings, **new), origins=origins)
+
+
+def flag_name(key: str) -> str:
+    """`top_p` -> `--top-p`."""
+    return "--" + key.replace("_", "-")
+
+
+def _refuse_idle(resolved: Resolved) -> None:
+    """Refuses a flag that another setting leaves without effect."""
+    settings, origins = resolved.settings, resolved.origins
+    external = settings.draft not in DRAFT_KINDS
+    if origins.get("draft_bits") == "flag" and not external and (settings.draft, settings.draft_bits) != ("self", 4):
+        raise ValueError(
+            f"--draft-bits {settings.draft_bits} needs a draft model: --draft ID or a directory, not {settings.draft}"
+        )
+    if "temp" in origins and settings.temp == 0:
+        for key in ("top_p", "top_k", "min_p"):
+            if origins.get(key) == "flag":
+                raise ValueError(f"{flag_name(key)} has no effect at temperature 0 (greedy): add --temp 0.8 or so")

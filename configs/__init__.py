@@ -1,0 +1,1 @@
+"""Presets: each TOML file names a target, a draft and the limits they run under."""

@@ -1,0 +1,23 @@
+"""What every test file shares: an environment of its own, and one tiny checkpoint that can chat."""
+
+import os
+
+import pytest
+import tiny
+from tiny_tokenizer import tiny_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _own_settings(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith("SPECEXEC_") and name != "SPECEXEC_CACHE":
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """A directory with a four-layer llama and a tokenizer that has a chat template; do not change it."""
+    directory = tmp_path_factory.mktemp("chat_model")
+    tiny.save(tiny.tiny_model("llama"), directory, max_shard_size="200KB")
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
