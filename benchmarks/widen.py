@@ -2,7 +2,7 @@
 
     python benchmarks/widen.py SOURCE DESTINATION FACTOR
 
-Every MLP gets FACTOR times its neurons. The new ones have random input rows and a zero output column: they do all the
+Every MLP gets FACTOR times its neurons. The new ones have random input rows and a zero output column: they do all
 the work of a neuron and add nothing. The result is written in shards of at most 1 GB with an index, a layer at a time.
 """
 

@@ -6,13 +6,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 from specexec.budget import Budget
 from specexec.drafters import Drafter
 from specexec.lm import CachedLM, as_ids, score_tree
 from specexec.sampling import Sampler
-from specexec.tree import TokenTree, empty_tree
+from specexec.tree import ROOT, TokenTree, empty_tree
 from specexec.verify import verify
+
+LONGEST_TAIL = 1024  # a longer prompt is prefilled without a tree, whose mask would cover all of its rows squared
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """What the target itself thought of a token: its log-probability before penalties, temperature and filters.
+
+    top: the most probable tokens there with theirs, best first, as many as were asked for.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
@@ -22,6 +37,7 @@ class Step:
     tokens: accepted guesses and one token of the target's own; a stop token, if emitted, is the last.
     tree: what was guessed; `accepted` of its nodes became tokens.
     finish: why nothing follows ("stop": a stop token; "length": max_tokens or the KV rows are used up), else None.
+    logprobs: an entry per token where they were asked for.
     """
 
     tokens: tuple[int, ...]
@@ -30,6 +46,7 @@ class Step:
     draft_s: float
     verify_s: float
     finish: Literal["stop", "length"] | None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     @property
     def drafted(self) -> int:
@@ -45,11 +62,13 @@ def generate(
     budget: int,
     max_tokens: int,
     stop: frozenset[int] = frozenset(),
+    num_logprobs: int | None = None,
 ) -> Iterator[Step]:
     """Continue `prompt` by at most `max_tokens` tokens, a target pass at a time.
 
     drafter: where guesses come from; None is plain decoding. The text is the same with any, for the same sampler seed.
     budget: the most nodes per tree; fewer are drafted where the KV rows or `max_tokens` leave no room.
+    num_logprobs: None for no logprobs, else how many alternatives each token's entry names.
     Raises ValueError for an empty prompt or one that leaves no row for an answer.
     """
     context = as_ids(prompt)
@@ -63,7 +82,8 @@ def generate(
         started = time.perf_counter()
         room = min(budget, target.max_rows - len(context))
         tree = empty_tree()
-        if drafter is not None and room > 0 and left > 1:
+        is_short = len(context) - target.num_reusable(context) <= LONGEST_TAIL
+        if drafter is not None and room > 0 and left > 1 and is_short:
             tree = drafter.propose(context, Budget(room, left - 1, sampler.params.temperature))
         drafted = time.perf_counter()
         logits = score_tree(target, context, tree)
@@ -71,17 +91,32 @@ def generate(
         verified = time.perf_counter()
         left -= len(tokens)
         finish = "stop" if tokens[-1] in stop else None if left else "length"
-        accepted = _num_guessed(tree, tokens)
-        yield Step(tuple(tokens), tree, accepted, drafted - started, verified - drafted, finish)
+        path = _guessed(tree, tokens)
+        logprobs = () if num_logprobs is None else _logprobs(logits, path, tokens, num_logprobs)
+        yield Step(tuple(tokens), tree, len(path), drafted - started, verified - drafted, finish, logprobs)
         if finish:
             return
         context = np.concatenate([context, as_ids(tokens)])
 
 
-def _num_guessed(tree: TokenTree, tokens: list[int]) -> int:
-    node: int | None = -1
-    for count, token in enumerate(tokens):
-        node = tree.child(node, token)
+def _guessed(tree: TokenTree, tokens: list[int]) -> list[int]:
+    """The nodes that became tokens, in order."""
+    path: list[int] = []
+    for token in tokens:
+        node = tree.child(path[-1] if path else ROOT, token)
         if node is None:
-            return count
-    return len(tokens)
+            break
+        path.append(node)
+    return path
+
+
+def _logprobs(
+    logits: torch.Tensor, path: list[int], tokens: list[int], num_alternatives: int
+) -> tuple[TokenLogprob, ...]:
+    """An entry per token, from the row of `logits` [1 + N, V] that it was drawn from: that of the node before it."""
+    rows = [node + 1 for node in (ROOT, *path)][: len(tokens)]
+    scores = logits[rows].float().log_softmax(-1)
+    best, ids = scores.topk(min(num_alternatives, scores.shape[-1]))
+    drawn = scores[range(len(tokens)), tokens].tolist()
+    tops = [tuple(zip(*pair, strict=True)) for pair in zip(ids.tolist(), best.tolist(), strict=True)]
+    return tuple(TokenLogprob(*entry) for entry in zip(tokens, drawn, tops, strict=True))

@@ -81,6 +81,7 @@ class CachedLM:
     model: any transformers causal LM whose layers all attend (full, sliding window or chunked).
     max_rows: the longest context plus the largest tree that it will ever hold.
     vocab_size: ids beyond it are padding of the embedding matrix and are cut off the logits; default: all rows.
+    num_computed: tokens of contexts that passes have computed so far; those whose rows were at hand do not count.
     Raises ValueError, naming the kind, for models with layers that keep a recurrent state.
     """
 
@@ -92,6 +93,7 @@ class CachedLM:
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         self._patterns = _attention_patterns(model)
         self._cache = RowCache(config.num_hidden_layers, max_rows)
+        self.num_computed = 0
         self.clear()
 
     @property
@@ -107,7 +109,8 @@ class CachedLM:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self._context = self._tokens = self._parents = np.empty(0, np.int64)
+        self._context = np.empty(0, np.int64)  # the committed tokens, one per row
+        self._forget_pending()
         self._cache.num_rows = 0
 
     def prefill(self, context: np.ndarray) -> torch.Tensor:
@@ -141,56 +144,62 @@ class CachedLM:
                     break
                 path.append(node)
         # Pending nodes are forgotten before rows move: an interrupt in between costs work, never correctness.
-        start, self._context = kept, self._context[:kept]
-        self._tokens = self._parents = np.empty(0, np.int64)
-        self._cache.num_rows = start
+        self._context = self._context[:kept]
+        self._forget_pending()
+        self._cache.num_rows = kept
         if path and path != list(range(len(path))):
-            rows = torch.tensor(path, device=self.device) + start
+            rows = torch.tensor(path, device=self.device) + kept
             for layer in self._cache.layers:
-                layer.move(rows, start)
-        self._context = context[: start + len(path)].copy()
+                layer.move(rows, kept)
+        self._context = context[: kept + len(path)].copy()
         self._cache.num_rows = len(self._context)
+
+    def _forget_pending(self) -> None:
+        self._tokens = self._parents = self._depths = np.empty(0, np.int64)
+        self._seen = np.empty((0, 0), bool)
 
     @torch.inference_mode()
     def _forward(self, tail: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> torch.Tensor:
         """Compute rows for context tokens, then for nodes: logits of the last context token and of each node."""
-        all_parents = np.concatenate([self._parents, parents])
-        committed = len(self._context) + len(tail)
-        node_positions = committed - 1 + depths(all_parents)
-        positions = np.concatenate([np.arange(len(self._context), committed), node_positions[len(self._parents) :]])
+        parents = np.concatenate([self._parents, parents])
+        deep, seen = depths(parents, self._depths), ancestors(parents, self._seen)
+        context = np.concatenate([self._context, tail])
+        positions = np.concatenate([np.arange(len(context)), len(context) - 1 + deep])
+        # The rows to compute: the context's tail and the new nodes; those between them are pending already.
+        queries = np.r_[len(self._context) : len(context), len(context) + len(self._parents) : len(positions)]
         output = self.model(
             input_ids=torch.from_numpy(np.concatenate([tail, tokens]))[None].to(self.device),
-            position_ids=torch.from_numpy(positions)[None].to(self.device),
+            position_ids=torch.from_numpy(positions[queries])[None].to(self.device),
             # Text without branches needs no mask of ours: the library's own is causal.
-            attention_mask=None if is_chain(all_parents) else self._masks(len(tail), node_positions, all_parents),
+            attention_mask=None if is_chain(parents) else self._masks(queries, positions, seen),
             cache=self._cache,
             use_cache=True,
             logits_to_keep=min(len(tail), 1) + len(tokens),
         )
-        self._context = np.concatenate([self._context, tail])
-        self._tokens, self._parents = np.concatenate([self._tokens, tokens]), all_parents
-        self._cache.num_rows += len(tail) + len(tokens)
+        self.num_computed += len(tail)
+        self._context, self._tokens = context, np.concatenate([self._tokens, tokens])
+        self._parents, self._depths, self._seen = parents, deep, seen
+        self._cache.num_rows = len(positions)
         return output.logits[0, :, : self.vocab_size]
 
     def _masks(
-        self, num_tail: int, node_positions: np.ndarray, parents: np.ndarray
+        self, queries: np.ndarray, positions: np.ndarray, seen: np.ndarray
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks [1, 1, Q, rows], one per attention pattern (eager attention misreads booleans)."""
-        committed = len(self._context) + num_tail
-        key_positions = torch.from_numpy(np.concatenate([np.arange(committed), node_positions]))
-        visible = torch.zeros(num_tail + len(parents), committed + len(parents), dtype=torch.bool)
-        visible[:, :committed] = True  # the patterns below are causal: they hide what lies ahead
-        visible[num_tail:, committed:] = torch.from_numpy(ancestors(parents))
-        queries = torch.cat([torch.arange(num_tail), torch.arange(num_tail + len(self._parents), len(visible))])
-        query_positions = torch.cat(
-            [torch.arange(len(self._context), committed), torch.from_numpy(node_positions[len(self._parents) :])]
-        )
-        dtype, zero = self.model.dtype, torch.zeros(1, dtype=torch.long)
+        """Additive masks [1, 1, Q, rows], one per attention pattern (eager attention misreads booleans).
+
+        queries: the rows to compute; positions: of all rows; seen: the ancestors of the nodes, which are the last rows.
+        """
+        num_context = len(positions) - len(seen)
+        visible = torch.ones(len(queries), len(positions), dtype=torch.bool)  # the patterns below hide what lies ahead
+        in_tree = queries >= num_context
+        visible[in_tree, num_context:] = torch.from_numpy(seen[queries[in_tree] - num_context])
+        visible[~in_tree, num_context:] = False
+        keys, zero = torch.from_numpy(positions), torch.zeros((), dtype=torch.long)
 
         def mask(pattern: Callable) -> torch.Tensor:
-            seen = visible[queries] & pattern(zero[0], zero[0], query_positions[:, None], key_positions[None, :])
-            hidden = torch.full(seen.shape, torch.finfo(dtype).min, dtype=dtype)
-            return hidden.masked_fill_(seen, 0)[None, None].to(self.device)
+            shown = visible & pattern(zero, zero, keys[queries][:, None], keys[None, :])
+            hidden = torch.full(shown.shape, torch.finfo(self.model.dtype).min, dtype=self.model.dtype)
+            return hidden.masked_fill_(shown, 0)[None, None].to(self.device)
 
         if isinstance(self._patterns, dict):
             return {kind: mask(pattern) for kind, pattern in self._patterns.items()}

@@ -34,20 +34,30 @@ def empty_tree() -> TokenTree:
     return TokenTree(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
 
 
-def depths(parents: np.ndarray) -> np.ndarray:
-    """Distance of each node from the root (children of the root: 1), int64 [N]."""
-    result = np.zeros(len(parents), np.int64)
-    for node, parent in enumerate(parents.tolist()):
+def depths(parents: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
+    """Distance of each node from the root (children of the root: 1), int64 [N]; `known` has that of the first nodes."""
+    result = _extended(known, (len(parents),), np.int64)
+    for node in range(0 if known is None else len(known), len(parents)):
+        parent = parents[node]
         result[node] = 1 if parent == ROOT else result[parent] + 1
     return result
 
 
-def ancestors(parents: np.ndarray) -> np.ndarray:
-    """Which nodes lie on the path from the root to each node, itself included: bool [N, N]."""
-    result = np.eye(len(parents), dtype=bool)
-    for node, parent in enumerate(parents.tolist()):
+def ancestors(parents: np.ndarray, known: np.ndarray | None = None) -> np.ndarray:
+    """Which nodes lie on the path from the root to each node, itself included: bool [N, N]; `known`: as in depths."""
+    result = _extended(known, (len(parents), len(parents)), bool)
+    for node in range(0 if known is None else len(known), len(parents)):
+        parent = parents[node]
         if parent != ROOT:
-            result[node] |= result[parent]
+            result[node] = result[parent]
+        result[node, node] = True
+    return result
+
+
+def _extended(known: np.ndarray | None, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+    result = np.zeros(shape, dtype)
+    if known is not None:
+        result[tuple(slice(size) for size in known.shape)] = known
     return result
 
 

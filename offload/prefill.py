@@ -1,0 +1,32 @@
+"""Long prompts cross a layer's MLP in chunks of rows: the weights still cross the link once, the activations stay small.
+
+Attention needs no chunks: its fused kernels hold no matrix of scores. An MLP's intermediate activations are what a long
+prompt would otherwise take: 8,192 rows of a 70B model are 1.4 GB in 16 bits, several times over.
+"""
+
+import torch
+
+PREFILL_ROWS = 1024
+
+
+def chunk_mlps(layers: torch.nn.ModuleList) -> None:
+    """Makes every MLP (dense or of experts) of `layers` work on at most PREFILL_ROWS rows at a time."""
+    for layer in layers:
+        if isinstance(mlp := getattr(layer, "mlp", None), torch.nn.Module):
+            mlp.forward = _RowChunks(mlp.forward)
+
+
+class _RowChunks:
+    """A row-wise forward, applied to slices of its input [1, rows, hidden] and concatenated again."""
+
+    def __init__(self, forward: object) -> None:
+        self._forward = forward
+
+    def __call__(self, hidden: torch.Tensor) -> object:
+        if hidden.shape[1] <= PREFILL_ROWS:
+            return self._forward(hidden)
+        parts = [self._forward(chunk) for chunk in hidden.split(PREFILL_ROWS, dim=1)]
+        if isinstance(parts[0], torch.Tensor):
+            return torch.cat(parts, dim=1)
+        # Some experts also give their router's scores, which have no batch dimension.
+        return tuple(torch.cat(each, dim=each[0].dim() - 2) for each in zip(*parts, strict=True))
