@@ -1,4 +1,7 @@
-"""A safetensors checkpoint as names, shapes and byte ranges: headers are read and checked, no weight is."""
+"""A checkpoint as names, shapes and byte ranges: headers are read and checked, no weight is.
+
+It is a directory of safetensors, quantized by its authors or not, a pack made of one, or a GGUF file.
+"""
 
 import json
 import math
@@ -6,9 +9,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
+
+from offload.entries import TensorEntry
+from offload.gguf import read_gguf
+from offload.manifest import check_heads, read_manifest
+from offload.prequantized import decodable, require_decodable
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -31,47 +40,47 @@ _PLAIN_KV = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One stored tensor: `nbytes` at byte `offset` of `file`."""
-
-    name: str
-    file: Path
-    offset: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Checkpoint:
-    """A directory whose files hold what their headers promise."""
+    """A directory or .gguf file that holds what its headers promise; `quantization` says how weights are packed."""
 
     path: Path
     config: PretrainedConfig
     generation_config: GenerationConfig | None
     tensors: Mapping[str, TensorEntry]
+    quantization: str | None = None
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating type that most of the stored bytes have."""
+        """The floating type that most of the bytes have which are stored as they are; fp32 where none are."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.tensors.values():
-            if entry.dtype.is_floating_point:
+            if entry.encoding is None and entry.dtype.is_floating_point:
                 sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.nbytes
-        return max(sizes, key=sizes.__getitem__)
+        return max(sizes, key=sizes.__getitem__, default=torch.float32)
+
+    @property
+    def unquantized(self) -> list[str]:
+        """What is stored as it is, in a checkpoint that has a `quantization`."""
+        return sorted(entry.name for entry in self.tensors.values() if entry.encoding is None)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Reads config and headers of a local directory and checks them against the files.
+    """Reads config and headers of a local directory or a .gguf file and checks them against the files.
 
     Raises FileNotFoundError or ValueError, each in one line that names the file at fault.
     """
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"no such model directory: {path}")
+    if path.suffix == ".gguf":
+        config, stored = read_gguf(path)
+        _require_branchable(path, config)
+        return Checkpoint(path, config, None, stored, quantization="GGUF")
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; a checkpoint is a directory with config.json and *.safetensors")
-    config, is_composite = _read_config(path)
+    if (manifest := read_manifest(path)) is not None:
+        check_heads(path, manifest)
+    config, is_composite, quantization = _read_config(path)
     tensors: dict[str, TensorEntry] = {}
     index = _read_index(path)
     for file in sorted(set(index.values())) if index else _shards_without_index(path):
@@ -84,8 +93,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             raise ValueError(f"{path / _INDEX} says {name} is in {file.name}, which does not hold it")
     if is_composite:
         tensors = _text_part(tensors)
+    method = None
+    if manifest is not None:
+        method, tensors = f"{manifest.bits}-bit pack", manifest.joined(tensors)
+    elif quantization:
+        method, tensors = str(quantization["quant_method"]), decodable(path, quantization, tensors)
     generation = GenerationConfig.from_pretrained(path) if (path / "generation_config.json").exists() else None
-    return Checkpoint(path, config, generation, tensors)
+    return Checkpoint(path, config, generation, tensors, method)
 
 
 def read_header(file: Path) -> list[TensorEntry]:
@@ -97,14 +111,7 @@ def read_header(file: Path) -> list[TensorEntry]:
             raise ValueError(
                 f"{file} is not a whole safetensors file: {size:,} bytes, a header of {length:,} announced"
             )
-        try:
-            header = json.loads(stream.read(length))
-            entries = [
-                _entry(file, name, fields, 8 + length) for name, fields in header.items() if name != "__metadata__"
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file} has an unreadable safetensors header: {error}") from error
-    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+        entries = parse_header(file, stream.read(length))
     position = 8 + length
     for entry in entries:
         if entry.offset != position:
@@ -112,8 +119,18 @@ def read_header(file: Path) -> list[TensorEntry]:
         position += entry.nbytes
     if position != size:
         fault = "is cut short" if size < position else "has bytes that its header does not name"
-        raise ValueError(f"{file} {fault}: expected {position:,} bytes, found {size:,}; fetch it again")
+        raise ValueError(f"{file} {fault}: expected {position:,} bytes, found {size:,}; fetch or convert it again")
     return entries
+
+
+def parse_header(file: Path, text: bytes) -> list[TensorEntry]:
+    """Entries that the header `text` of `file` announces, in the order of their bytes."""
+    try:
+        fields = json.loads(text)
+        entries = [_entry(file, name, each, 8 + len(text)) for name, each in fields.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} has an unreadable safetensors header: {error}") from error
+    return sorted(entries, key=lambda entry: (entry.offset, entry.nbytes))
 
 
 def _entry(file: Path, name: str, fields: dict, data_start: int) -> TensorEntry:
@@ -158,8 +175,8 @@ def _text_part(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     return {short: replace(tensors[name], name=short) for name, short in names.items()}
 
 
-def _read_config(path: Path) -> tuple[PretrainedConfig, bool]:
-    """The language model's config, and whether it was a part of a larger one."""
+def _read_config(path: Path) -> tuple[PretrainedConfig, bool, dict[str, Any]]:
+    """The language model's config, whether it was a part of a larger one, and how its authors quantized it."""
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"{path} has no config.json, so it is not a checkpoint directory")
     try:
@@ -167,19 +184,21 @@ def _read_config(path: Path) -> tuple[PretrainedConfig, bool]:
     except (ValueError, KeyError, TypeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(f"{path / 'config.json'} is not a model that transformers knows: {reason}") from error
-    quantized = getattr(config, "quantization_config", None)
-    if quantized:
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized.quant_method
-        raise ValueError(f"{path} is already quantized ({method}); use the original 16-bit checkpoint instead")
     text = config.get_text_config(decoder=True)
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{path}: transformers has no causal language model of type {text.model_type!r}")
-    _refuse_recurrent(path, text)
-    return text, text is not config
+    found = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None) or {}
+    quantization = found if isinstance(found, dict) else found.to_dict()
+    if quantization:
+        require_decodable(path, quantization)
+        for each in (config, text):
+            each.__dict__.pop("quantization_config", None)  # the model built from it is a plain one
+    _require_branchable(path, text)
+    return text, text is not config, quantization
 
 
-def _refuse_recurrent(path: Path, config: PretrainedConfig) -> None:
-    """A recurrent state cannot be branched along a token tree, nor cut back to the accepted tokens."""
+def _require_branchable(path: Path, config: PretrainedConfig) -> None:
+    """A causal model without recurrent state, which could not be branched along a token tree, nor cut back."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{path}: transformers has no causal language model of type {config.model_type!r}")
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PLAIN_KV)
     if kinds or getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
         kind = ", ".join(kinds) or "recurrent"

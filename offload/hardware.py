@@ -1,8 +1,11 @@
-"""What this machine has: memory that may be used, and the rate at which files can be read."""
+"""What this machine has: memory that may be used, and the rates at which it reads, copies and computes."""
 
+import math
 import mmap
 import os
+import re
 import resource
+import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,13 +13,24 @@ from pathlib import Path
 
 import psutil
 import torch
+from torch.nn import functional as F
 
-from offload.store import READ_BYTES, open_for_reading
+from offload.entries import TensorEntry
+from offload.layout import decoded
+from offload.store import READ_BYTES, anonymous, open_for_reading, pin, unpin
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SAMPLE_BUFFER_BYTES = (
     128 << 20
 )  # as large as slots are: one that stays in a cache reads up to half faster than weights
+_PROBE_BYTES = 64 << 20
+_PROBE_COPIES = 64
+_PROBE_S = 0.08
+_NUM_COPIES = 8
+# Norms, rotary embedding, attention, residuals and the Python around them: measured on one AVX-512 core.
+CPU_LAYER_S = 1.6e-3
+CPU_VALUE_S = 2.8e-8
+GPU_LAYER_S = 2.5e-4  # launching some fifteen kernels from Python
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,24 @@ class Hardware:
     ram_total_bytes: int
     ram_free_bytes: int
     has_bf16: bool
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What bounds a pass. link: main memory to the device; disk: files to main memory; memory: the device's own.
+
+    flops: of dense matrices in the compute type. layer_s, value_s: what a layer costs beside its matrices, and for each
+    value of a hidden state. decode_bps: quantized bytes and the bytes made of them together; None where only memory
+    bounds it.
+    """
+
+    link_bps: float
+    disk_bps: float
+    flops: float
+    memory_bps: float
+    layer_s: float
+    value_s: float = 0.0
+    decode_bps: float | None = None
 
 
 def probe(device: str | torch.device = "cpu") -> Hardware:
@@ -78,6 +110,106 @@ def measure_read_bps(files: Iterable[Path], most_bytes: int = 512 << 20) -> floa
     if not done:
         raise ValueError("no bytes to measure the read rate with")
     return done / seconds
+
+
+def measure_rates(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, int], *, rows: int, disk_bps: float
+) -> Rates:
+    """Rates of this machine for `rows` tokens at once and MLPs of `shape` (inner, hidden), in a fifth of a second."""
+    hidden = shape[1]
+    inner = min(shape[0], max(64, _PROBE_BYTES // (3 * hidden * dtype.itemsize)))
+    copies = min(_PROBE_COPIES, max(1, _PROBE_BYTES // (3 * inner * hidden * dtype.itemsize)))
+    weights = torch.ones(copies, 3, inner, hidden, dtype=dtype, device=device)  # more than caches hold, as in a pass
+    alone = _mlp_s(weights, 1)
+    together = max(alone, _mlp_s(weights, rows))
+    flops, memory_bps = 2 * rows * weights[0].numel() / together, weights[0].nbytes / alone
+    if device.type == "cpu":
+        return Rates(math.inf, disk_bps, flops, memory_bps, CPU_LAYER_S, CPU_VALUE_S)
+    return Rates(_copy_bps(device), disk_bps, flops, memory_bps, GPU_LAYER_S)
+
+
+def _mlp_s(weights: torch.Tensor, rows: int) -> float:
+    """The median of seconds that `rows` tokens take through one gated MLP of `weights` [copies, 3, inner, hidden]."""
+    tokens = torch.ones(rows, weights.shape[-1], dtype=weights.dtype, device=weights.device)
+    times: list[float] = []
+    until = time.perf_counter() + _PROBE_S
+    while len(times) < 2 or time.perf_counter() < until:
+        _wait_for(weights.device)
+        start = time.perf_counter()
+        for gate, up, down in weights:
+            F.linear(F.silu(F.linear(tokens, gate)) * F.linear(tokens, up), down.view(weights.shape[-1], -1))
+        _wait_for(weights.device)
+        times.append((time.perf_counter() - start) / len(weights))
+    return statistics.median(times[1:])  # the first one warms up
+
+
+def measure_decode_bps(entry: TensorEntry, dtype: torch.dtype, device: torch.device) -> float:
+    """Rate of making values of the packed `entry`, which need not be read: its bytes and those made count together."""
+    raw = {part.name: torch.zeros(part.nbytes, dtype=torch.uint8, device=device) for part in entry.parts}
+    times: list[float] = []
+    until = time.perf_counter() + _PROBE_S
+    while len(times) < 2 or time.perf_counter() < until:
+        _wait_for(device)
+        start = time.perf_counter()
+        made = decoded(entry, raw, dtype)
+        _wait_for(device)
+        times.append(time.perf_counter() - start)
+    return (sum(part.nbytes for part in entry.parts) + made.nbytes) / statistics.median(times[1:])
+
+
+@dataclass(frozen=True)
+class Pinning:
+    """How much of the asked-for host memory could be page-locked."""
+
+    asked_bytes: int
+    pinned_bytes: int
+
+
+def measure_pinning(most_bytes: int = 4 << 30) -> Pinning:
+    """Pins and releases up to `most_bytes`, or half of the free memory, a quarter of it at a time."""
+    asked = min(most_bytes, probe().ram_free_bytes // 2) // 4 * 4
+    held: list[torch.Tensor] = []
+    try:
+        while len(held) < 4:
+            buffer = anonymous(asked // 4)
+            if not pin(buffer):
+                break
+            held.append(buffer)
+        return Pinning(asked, sum(buffer.nbytes for buffer in held))
+    finally:
+        for buffer in held:
+            unpin(buffer)
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, or None where none is loaded."""
+    try:
+        first = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except (OSError, IndexError):
+        return None
+    found = re.search(r"\d+\.\d+(\.\d+)?", first)
+    return found[0] if found else None
+
+
+def _copy_bps(device: torch.device) -> float:
+    source = anonymous(_PROBE_BYTES)
+    is_pinned = pin(source)
+    try:
+        target = source.to(device)
+        _wait_for(device)
+        start = time.perf_counter()
+        for _ in range(_NUM_COPIES):
+            target.copy_(source, non_blocking=True)
+        _wait_for(device)
+        return _NUM_COPIES * source.nbytes / (time.perf_counter() - start)
+    finally:
+        if is_pinned:
+            unpin(source)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

@@ -1,13 +1,15 @@
 """A module as one flat buffer: where its stored bytes lie in a slot, and how parameters are bound to them."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from offload.checkpoint import TensorEntry
+from offload.entries import TensorEntry
 from offload.names import Recipe
 
 BLOCK_BYTES = 4096  # what O_DIRECT asks of file offsets, lengths and addresses
@@ -35,8 +37,10 @@ class Unit:
     extents: tuple[Extent, ...]
     direct: frozenset[str]  # parameters that can be views of the stored bytes
     parameter_bytes: int
-    workspace_bytes: int  # of the parameters that cannot be views
+    workspace_bytes: int  # of the parameters that are neither
     signature: tuple  # units of one signature can take turns in the same slots and workspace
+    packed: frozenset[str] = frozenset()  # matrices that exist only while the module that owns them computes
+    unpacked_bytes: int = 0  # of the packed ones that exist at one time, at most
 
     @property
     def slot_bytes(self) -> int:
@@ -46,24 +50,41 @@ class Unit:
     @property
     def resident_bytes(self) -> int:
         """What the unit costs where it stays: its stored bytes, unless other bytes are made of them."""
-        return self.parameter_bytes if self.workspace_bytes else self.slot_bytes
+        if self.packed:
+            return self.slot_bytes + self.workspace_bytes
+        return self.plain_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """What the unit costs where it stays with nothing packed."""
+        return self.parameter_bytes if self.packed or self.workspace_bytes else self.slot_bytes
 
 
-def make_unit(name: str, model: PreTrainedModel, recipes: Iterable[Recipe]) -> Unit:
-    """The unit of `recipes`, for the shapes and types that `model`, a skeleton, declares."""
+def make_unit(name: str, model: PreTrainedModel, recipes: Iterable[Recipe], *, may_pack: bool = False) -> Unit:
+    """The unit of `recipes`, for the shapes and types that `model`, a skeleton, declares.
+
+    `may_pack`: encoded matrices stay as they are stored until the module that owns them is called.
+    """
     recipes = tuple(recipes)
     targets = {t: model.get_parameter_or_buffer(t) for recipe in recipes for t in recipe.targets}
     direct = frozenset(recipe.targets[0] for recipe in recipes if _is_direct(recipe, targets[recipe.targets[0]]))
+    packed = {t for recipe in recipes if recipe.is_encoded for t in recipe.targets if may_pack and targets[t].dim() > 1}
     sizes = {target: _padded(tensor.nbytes, 64) for target, tensor in targets.items()}
+    owners = {target.rpartition(".")[0] for target in packed}
     prefix = f"{name}."
     return Unit(
         name,
         recipes,
-        _extents([entry for recipe in recipes for entry in recipe.sources]),
+        _extents([part for recipe in recipes for part in recipe.parts]),
         direct,
         sum(sizes.values()),
-        sum(size for target, size in sizes.items() if target not in direct),
-        tuple((t.removeprefix(prefix), tuple(x.shape), x.dtype, t in direct) for t, x in sorted(targets.items())),
+        sum(size for target, size in sizes.items() if target not in direct | packed),
+        tuple(
+            (t.removeprefix(prefix), tuple(x.shape), x.dtype, t in direct, t in packed)
+            for t, x in sorted(targets.items())
+        ),
+        frozenset(packed),
+        max((sum(sizes[t] for t in packed if t.rpartition(".")[0] == owner) for owner in owners), default=0),
     )
 
 
@@ -101,50 +122,71 @@ def bind(
 ) -> "Binding":
     """Points the unit's parameters at `buffer` where they can be views, else at `workspace`; both are uint8.
 
-    With `views` false all of them go to the workspace, and the buffer can be dropped once they are filled.
+    Packed ones are made of the buffer each time that their module is called. With `views` false all of them go to the
+    workspace, and the buffer can be dropped once they are filled.
     """
-    copies: list[tuple[torch.Tensor, TensorEntry, torch.Tensor]] = []
-    conversions: list[tuple[Recipe, list[torch.Tensor], dict[str, torch.Tensor]]] = []
-    offsets = _slot_offsets(unit)
+    fills: list[Callable[[], None]] = []
+    late: dict[str, dict[str, Callable[[], torch.Tensor]]] = {}
+    raw = raw_parts(unit, buffer)
     used = 0
     for recipe in sorted(unit.recipes, key=lambda recipe: recipe.targets):
-        raw = [buffer.narrow(0, offsets[entry.name], entry.nbytes) for entry in recipe.sources]
-        if views and recipe.targets[0] in unit.direct:
-            put(model, recipe.targets[0], typed(raw[0], recipe.sources[0]))
-            continue
-        made: dict[str, torch.Tensor] = {}
-        for name in recipe.targets:
-            declared = model.get_parameter_or_buffer(name)
-            made[name] = workspace.narrow(0, used, declared.nbytes).view(declared.dtype).view(declared.shape)
-            used += _padded(declared.nbytes, 64)
-            put(model, name, made[name])
-        regions = recipe.regions(made[recipe.targets[0]])
-        if regions is None:
-            conversions.append((recipe, raw, made))
+        name = recipe.targets[0]
+        if views and name in unit.direct:
+            put(model, name, typed(raw[recipe.sources[0].name], recipe.sources[0]))
+        elif views and name in unit.packed:
+            owner, _, leaf = name.rpartition(".")
+            late.setdefault(owner, {})[leaf] = partial(_made, recipe, model, raw, model.get_parameter_or_buffer(name))
         else:
-            copies.extend(zip(regions, recipe.sources, raw, strict=True))
-    holds_views = views and bool(unit.direct)
-    return Binding(model, copies, conversions, holds_views)
+            made: dict[str, torch.Tensor] = {}
+            for target in recipe.targets:
+                declared = model.get_parameter_or_buffer(target)
+                made[target] = workspace.narrow(0, used, declared.nbytes).view(declared.dtype).view(declared.shape)
+                used += _padded(declared.nbytes, 64)
+                put(model, target, made[target])
+            fills.append(partial(_fill, recipe, model, raw, made))
+    for owner, makers in late.items():
+        _unpack_when_called(model.get_submodule(owner), makers)
+    return Binding(fills, holds_views=views and bool(unit.direct or unit.packed))
 
 
 @dataclass(frozen=True)
 class Binding:
     """What is left to do, once a unit's bytes are in its buffer, before its module can run."""
 
-    model: PreTrainedModel
-    copies: list[tuple[torch.Tensor, TensorEntry, torch.Tensor]]
-    conversions: list[tuple[Recipe, list[torch.Tensor], dict[str, torch.Tensor]]]
+    fills: Sequence[Callable[[], None]]
     holds_views: bool  # if not, the buffer is free as soon as the unit is materialized
 
     def materialize(self) -> None:
-        """Fills the parameters that are not views: casts, fused experts, transformers' conversions."""
+        """Fills the parameters that are neither views nor packed: casts, fused experts, transformers' conversions."""
         with torch.no_grad():
-            for region, entry, raw in self.copies:
-                region.copy_(typed(raw, entry))
-            for recipe, raw, made in self.conversions:
-                sources = [typed(piece, entry) for piece, entry in zip(raw, recipe.sources, strict=True)]
-                for name, tensor in recipe.convert(self.model, sources).items():
-                    made[name].copy_(tensor)
+            for fill in self.fills:
+                fill()
+
+
+def check_sums(unit: Unit, buffer: torch.Tensor) -> None:
+    """ValueError when bytes in `buffer`, where the unit has just been read to, are not those that were written once."""
+    raw = raw_parts(unit, buffer)
+    for part in (part for recipe in unit.recipes for part in recipe.parts):
+        if part.crc32 is not None and zlib.crc32(raw[part.name].numpy()) != part.crc32:
+            raise ValueError(
+                f"{part.name} in {part.file} is damaged (checksum): delete {part.file.parent} to convert again"
+            )
+
+
+def raw_parts(unit: Unit, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The bytes of everything that is stored for the unit, by name."""
+    places = _slot_offsets(unit)
+    parts = [part for recipe in unit.recipes for part in recipe.parts]
+    return {part.name: buffer.narrow(0, places[part.name], part.nbytes) for part in parts}
+
+
+def decoded(entry: TensorEntry, raw: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """The entry's values out of its raw bytes: as stored, a view where possible, or made in `dtype`."""
+    if entry.encoding is None:
+        return typed(raw[entry.name], entry)
+    payload = typed(raw[entry.name], replace(entry, shape=(-1,)))
+    scales = [typed(raw[scale.name], scale) for scale in entry.scales]
+    return entry.encoding.decode(payload, scales, entry.shape, dtype=dtype)
 
 
 def typed(raw: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
@@ -162,9 +204,54 @@ def put(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
     setattr(module, leaf, tensor)
 
 
+def _unpack_when_called(module: torch.nn.Module, makers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+    """Gives `module` its packed parameters for the time of each call; a read at another time fails loudly."""
+    absent = {leaf: getattr(module, leaf) for leaf in makers}
+
+    def before(*_: object) -> None:
+        with torch.no_grad():
+            for leaf, make in makers.items():
+                setattr(module, leaf, torch.nn.Parameter(make(), requires_grad=False))
+
+    def after(*_: object) -> None:
+        for leaf, parameter in absent.items():
+            setattr(module, leaf, parameter)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _made(
+    recipe: Recipe, model: PreTrainedModel, raw: Mapping[str, torch.Tensor], declared: torch.Tensor
+) -> torch.Tensor:
+    """The one target of `recipe` as a new tensor."""
+    if recipe.converter is None:
+        return decoded(recipe.sources[0], raw, declared.dtype)
+    device = raw[recipe.sources[0].name].device
+    target = torch.empty(declared.shape, dtype=declared.dtype, device=device)
+    _fill(recipe, model, raw, {recipe.targets[0]: target})
+    return target
+
+
+def _fill(
+    recipe: Recipe, model: PreTrainedModel, raw: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]
+) -> None:
+    """Fills the targets of `recipe`: each source into its region, or all through transformers' conversion."""
+    first = made[recipe.targets[0]]
+    regions = recipe.regions(first)
+    if regions is not None:
+        for region, entry in zip(regions, recipe.sources, strict=True):
+            region.copy_(decoded(entry, raw, first.dtype))
+        return
+    sources = [decoded(entry, raw, first.dtype) for entry in recipe.sources]
+    for name, tensor in recipe.convert(model, sources).items():
+        made[name].copy_(tensor)
+
+
 def _is_direct(recipe: Recipe, target: torch.Tensor) -> bool:
     entry = recipe.sources[0]
-    return recipe.converter is None and entry.dtype == target.dtype and entry.offset % entry.dtype.itemsize == 0
+    is_as_stored = recipe.converter is None and entry.encoding is None
+    return is_as_stored and entry.dtype == target.dtype and entry.offset % entry.dtype.itemsize == 0
 
 
 def _extents(entries: Sequence[TensorEntry]) -> tuple[Extent, ...]:
@@ -187,7 +274,7 @@ def _extents(entries: Sequence[TensorEntry]) -> tuple[Extent, ...]:
 def _slot_offsets(unit: Unit) -> dict[str, int]:
     """Where in the unit's buffer each stored tensor begins."""
     offsets: dict[str, int] = {}
-    for entry in (entry for recipe in unit.recipes for entry in recipe.sources):
+    for entry in (part for recipe in unit.recipes for part in recipe.parts):
         for extent in unit.extents:
             if extent.file == entry.file and extent.offset <= entry.offset < extent.offset + extent.nbytes:
                 offsets[entry.name] = extent.slot_offset + entry.offset - extent.offset

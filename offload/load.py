@@ -14,7 +14,9 @@ from transformers.initialization import no_init_weights
 from offload.checkpoint import Checkpoint
 from offload.layout import Binding, Unit, assign_slots, bind, make_unit, put
 from offload.names import Recipe, match
+from offload.overflow import refuse_overflow
 from offload.plan import Plan
+from offload.prefill import chunk_mlps
 from offload.store import ArenaStore, FileStore, WeightStore, anonymous
 from offload.stream import CudaLink, HostLink, LayerStreamer
 
@@ -29,6 +31,11 @@ class Outline:
     model: PreTrainedModel
     layers: tuple[Unit, ...]
     rest: tuple[Unit, ...]
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """Memory of packed matrices while they are used: those of one module at a time."""
+        return max((unit.unpacked_bytes for unit in self.layers), default=0)
 
     @property
     def rest_bytes(self) -> dict[str, int]:
@@ -78,7 +85,7 @@ def outline(
             rest.append(recipe)
     return Outline(
         model,
-        tuple(make_unit(f"{stem}{i}", model, own) for i, own in enumerate(by_layer)),
+        tuple(make_unit(f"{stem}{i}", model, own, may_pack=True) for i, own in enumerate(by_layer)),
         tuple(make_unit(recipe.targets[0], model, [recipe]) for recipe in rest),
     )
 
@@ -105,13 +112,13 @@ def load_model(
     model = parts.model
     resident = [parts.layers[i] for i in plan.resident]
     streamed = [parts.layers[i] for i in plan.streamed]
-    store = FileStore(entry.file for entry in checkpoint.tensors.values())
+    store = FileStore(part.file for entry in checkpoint.tensors.values() for part in entry.parts)
     try:
         if share is None:
             resident = [*parts.rest, *resident]
         else:
             _take_over(model, parts.rest, share)
-        in_ram = streamed if plan.tier == "ram" else []
+        in_ram = [unit for unit, tier in zip(streamed, plan.tiers, strict=True) if tier == "ram"]
         report = _counting(progress, sum(unit.slot_bytes for unit in (*resident, *in_ram)))
         _load_resident(model, resident, store, device, transform, report)
         filled = {name for unit in (*parts.rest, *parts.layers) for recipe in unit.recipes for name in recipe.targets}
@@ -123,7 +130,13 @@ def load_model(
         raise
     if streamer is None:
         store.close()
-    loose = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
+    stem, layers = decoder_layers(model)
+    chunk_mlps(layers)
+    if (dtype or checkpoint.dtype) == torch.float16:
+        refuse_overflow(model, layers, stem, device)
+    packed = {name for unit in parts.layers for name in unit.packed} if transform is None else set()
+    named = (*model.named_parameters(), *model.named_buffers())
+    loose = [name for name, tensor in named if tensor.is_meta and name not in packed]
     assert not loose, f"left without bytes: {loose}"
     return Loaded(model, plan, streamer, parts)
 
@@ -178,7 +191,9 @@ def _load_resident(
         store.read_into(unit, stored, lambda: False)
         if device.type != "cpu":
             stored = stored.to(device)
-        if unit.workspace_bytes:
+        if unit.packed and transform is None:
+            bind(unit, model, stored, _room(unit.workspace_bytes, device)).materialize()
+        elif unit.packed or unit.workspace_bytes:
             bind(unit, model, stored, _room(unit.parameter_bytes, device), views=False).materialize()
         else:
             bind(unit, model, stored, None)
@@ -223,9 +238,11 @@ def _stream(
 ) -> LayerStreamer:
     """Slots, bindings, hooks and the running ring for the streamed `units`."""
     on_gpu = device.type == "cuda"
-    if plan.tier == "ram":
-        files, store = store, ArenaStore(units, store, pinned=on_gpu, report=report)
-        files.close()
+    in_ram = [unit for unit, tier in zip(units, plan.tiers, strict=True) if tier == "ram"]
+    if in_ram:
+        files, store = store, ArenaStore(in_ram, store, pinned=on_gpu, report=report)
+        if len(in_ram) == len(units):
+            files.close()
     slots = assign_slots(units, plan.num_slots)
     buffers = [_room(nbytes, device) for nbytes in slots.slot_bytes]
     workspaces = {signature: _room(nbytes, device) for signature, nbytes in slots.workspace_bytes.items()}

@@ -18,7 +18,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from offload.checkpoint import TensorEntry
+from offload.entries import TensorEntry
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,16 @@ class Recipe:
     sources: tuple[TensorEntry, ...]
     patterns: tuple[str, ...] = ()
     converter: WeightConverter | None = None
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether a source has to be decoded."""
+        return any(entry.encoding is not None for entry in self.sources)
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """Everything that has to be read."""
+        return tuple(part for entry in self.sources for part in entry.parts)
 
     def regions(self, target: torch.Tensor) -> list[torch.Tensor] | None:
         """The part of `target` that each source fills as it is, or None if they have to be computed."""

@@ -1,13 +1,13 @@
-"""Which layers stay and which stream under a memory limit: a pure function of sizes, without I/O."""
+"""Which layers stay, which stream, and from where, under limits of memory: pure functions of sizes, without I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from transformers import PretrainedConfig
 
-from offload.layout import Unit, assign_slots
+from offload.layout import assign_slots
 
 Tier = Literal["disk", "ram"]
 
@@ -16,50 +16,117 @@ class DoesNotFit(MemoryError):  # noqa: N818  (a verdict, and the word that user
     """Even the smallest workable plan needs more memory than there is."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Where every layer goes, and every item of the memory that this takes on the compute device, in bytes."""
+class Sized(Protocol):
+    """What a plan asks of a layer; `Unit` has it, and so has a layer of which nothing but the shape is known."""
 
-    items: tuple[tuple[str, int], ...]
+    slot_bytes: int
+    resident_bytes: int
+    workspace_bytes: int
+    signature: tuple
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One way to divide the layers into resident and streamed ones, in bytes.
+
+    sizes, pass_bytes: of each streamed layer at rest, and what of it crosses the link in a pass: nothing where it has a
+    slot to itself and is loaded once.
+    """
+
     resident: tuple[int, ...]
     streamed: tuple[int, ...]
     num_slots: int
-    tier: Tier
+    items: tuple[tuple[str, int], ...]
+    sizes: tuple[int, ...]
+    pass_bytes: tuple[int, ...]
+
+    @property
+    def streamed_bytes(self) -> int:
+        return sum(self.pass_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(nbytes for _, nbytes in self.items)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every layer goes, and every item of the memory that this takes, in bytes.
+
+    items: of the compute device. host_items: of main memory, where the device has its own.
+    tiers: where each streamed layer rests. streamed_bytes, ram_bytes: what crosses the link in a pass, and from RAM.
+    """
+
+    items: tuple[tuple[str, int], ...]
+    host_items: tuple[tuple[str, int], ...]
+    resident: tuple[int, ...]
+    streamed: tuple[int, ...]
+    tiers: tuple[Tier, ...]
+    num_slots: int
     limit_bytes: int
-    streamed_bytes: int  # per pass
+    streamed_bytes: int
+    ram_bytes: int
 
     @property
     def total_bytes(self) -> int:
         """Peak memory by this plan."""
         return sum(nbytes for _, nbytes in self.items)
 
+    @property
+    def tier(self) -> Tier:
+        """Where the streamed layers rest: `ram` if all of them do."""
+        return "ram" if self.tiers and "disk" not in self.tiers else "disk"
+
 
 def plan(
-    layers: Sequence[Unit],
+    layers: Sequence[Sized],
     *,
     fixed: Mapping[str, int],
     limit_bytes: int,
     num_slots: int = 2,
     resident: int | None = None,
-    tier: Tier = "disk",
+    ram_bytes: int | None = None,
 ) -> Plan:
     """Keeps as many layers resident as fit beside `fixed` (named bytes: embeddings, draft, caches, base, margin, ...).
 
-    Residents are spread evenly among the streamed layers, so that the link works while they compute. More memory never
-    streams more. `resident` asks for an exact number. Raises DoesNotFit, ValueError for numbers that make no sense.
+    `resident` asks for an exact number. `ram_bytes` is the main memory that streamed layers may rest in; None where the
+    device computes in main memory itself. Raises DoesNotFit, ValueError for numbers that make no sense.
     """
+    placements = place(layers, num_slots, resident)
+    return fit(placements, fixed=fixed, limit_bytes=limit_bytes, ram_bytes=ram_bytes)
+
+
+def place(layers: Sequence[Sized], num_slots: int = 2, resident: int | None = None) -> list[Placement]:
+    """Every number of residents worth trying, spread evenly among the streamed layers so that the link works on."""
     if num_slots < 1:
         raise ValueError(f"at least one slot is needed to stream layers, not {num_slots}")
     if resident is not None and not 0 <= resident <= len(layers):
         raise ValueError(f"the model has {len(layers)} layers, so {resident} of them cannot be resident")
     counts = range(len(layers) + 1) if resident is None else (resident,)
-    choices = [frozenset(_spread(count, len(layers))) for count in counts]
-    plans = [_plan_for(layers, chosen, fixed, limit_bytes, num_slots, tier) for chosen in choices]
-    fitting = [candidate for candidate in plans if candidate.total_bytes <= limit_bytes]
+    return [_placement(layers, frozenset(_spread(count, len(layers))), num_slots) for count in counts]
+
+
+def fit(
+    placements: Sequence[Placement], *, fixed: Mapping[str, int], limit_bytes: int, ram_bytes: int | None = None
+) -> Plan:
+    """The placement that streams least among those that fit beside `fixed`; more memory never streams more."""
+    fixed_bytes = sum(fixed.values())
+    fitting = [each for each in placements if fixed_bytes + each.total_bytes <= limit_bytes]
     if not fitting:
-        raise _does_not_fit(min(plans, key=lambda candidate: candidate.total_bytes))
-    return min(
-        fitting, key=lambda candidate: (candidate.streamed_bytes, candidate.total_bytes, len(candidate.streamed))
+        smallest = min(placements, key=lambda each: each.total_bytes)
+        raise _does_not_fit((*fixed.items(), *smallest.items), limit_bytes)
+    best = min(fitting, key=lambda each: (each.streamed_bytes, len(each.streamed), each.total_bytes))
+    tiers, host_items = _rest(best, ram_bytes)
+    return Plan(
+        (*fixed.items(), *best.items),
+        host_items,
+        best.resident,
+        best.streamed,
+        tiers,
+        best.num_slots,
+        limit_bytes,
+        best.streamed_bytes,
+        sum(nbytes for nbytes, tier in zip(best.pass_bytes, tiers, strict=True) if tier == "ram"),
     )
 
 
@@ -76,49 +143,59 @@ def logits_bytes(config: PretrainedConfig, rows: int, dtype: torch.dtype) -> int
     return config.get_text_config(decoder=True).vocab_size * rows * dtype.itemsize
 
 
-def _plan_for(
-    layers: Sequence[Unit],
-    chosen: frozenset[int],
-    fixed: Mapping[str, int],
-    limit_bytes: int,
-    num_slots: int,
-    tier: Tier,
-) -> Plan:
+def _placement(layers: Sequence[Sized], chosen: frozenset[int], num_slots: int) -> Placement:
     streamed = tuple(i for i in range(len(layers)) if i not in chosen)
     slots = assign_slots([layers[i] for i in streamed], num_slots)
     ring_bytes = sum(slots.slot_bytes) + sum(slots.workspace_bytes.values())
     scratch = max((layers[i].slot_bytes for i in chosen if layers[i].workspace_bytes), default=0)
+    users = [0] * len(slots.slot_bytes)
+    for slot in slots.slot_of:
+        users[slot] += 1
     items = {
-        **fixed,
         "resident layers": sum(layers[i].resident_bytes for i in chosen),
         "slots": sum(slots.slot_bytes),
         "layer workspace": sum(slots.workspace_bytes.values()),
         "load buffer": max(0, scratch - ring_bytes),  # used before the ring is filled
     }
-    return Plan(
-        tuple(items.items()),
+    return Placement(
         tuple(sorted(chosen)),
         streamed,
         num_slots,
-        tier,
-        limit_bytes,
-        # a layer that has a slot to itself is read once
-        sum(
-            layers[i].slot_bytes
-            for i, slot in zip(streamed, slots.slot_of, strict=True)
-            if slots.slot_of.count(slot) > 1
-        ),
+        tuple(items.items()),
+        tuple(layers[i].slot_bytes for i in streamed),
+        tuple(layers[i].slot_bytes if users[slot] > 1 else 0 for i, slot in zip(streamed, slots.slot_of, strict=True)),
     )
+
+
+def _rest(placement: Placement, ram_bytes: int | None) -> tuple[tuple[Tier, ...], tuple[tuple[str, int], ...]]:
+    """Tier of every streamed layer and what main memory holds: as many layers as fit, spread among those on disk."""
+    sizes = placement.sizes
+    if ram_bytes is None or not sizes:
+        return ("disk",) * len(sizes), ()
+    if sum(sizes) <= ram_bytes:
+        return ("ram",) * len(sizes), (("arena", sum(sizes)),)
+    staging = 2 * max(sizes)
+    if staging > ram_bytes:
+        raise DoesNotFit(
+            f"{_gb(staging)} of main memory are needed at least to bring layers from the disk, the limit is"
+            f" {_gb(ram_bytes)}: raise --ram-limit, or take fewer --bits"
+        )
+    moving = [i for i, nbytes in enumerate(placement.pass_bytes) if nbytes]  # the others are read once
+    choices = ([moving[j] for j in _spread(count, len(moving))] for count in range(len(moving) + 1))
+    held = {sum(sizes[i] for i in chosen): chosen for chosen in choices}
+    most = max(nbytes for nbytes in held if nbytes <= ram_bytes - staging)
+    chosen = frozenset(held[most])
+    return tuple("ram" if i in chosen else "disk" for i in range(len(sizes))), (("arena", most), ("staging", staging))
 
 
 def _spread(count: int, total: int) -> list[int]:
     return [(2 * i + 1) * total // (2 * count) for i in range(count)]
 
 
-def _does_not_fit(smallest: Plan) -> DoesNotFit:
-    needs = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in smallest.items if nbytes)
+def _does_not_fit(items: Sequence[tuple[str, int]], limit_bytes: int) -> DoesNotFit:
+    needs = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in items if nbytes)
     return DoesNotFit(
-        f"{_gb(smallest.total_bytes)} are needed at least ({needs}), the limit is {_gb(smallest.limit_bytes)}:"
+        f"{_gb(sum(nbytes for _, nbytes in items))} are needed at least ({needs}), the limit is {_gb(limit_bytes)}:"
         " raise the limit, shorten the context, lower the budget or take a smaller draft or none"
     )
 

@@ -1,4 +1,4 @@
-"""Long prompts cross a layer's MLP in chunks of rows: the weights still cross the link once, the activations stay small.
+"""Long prompts cross a layer's MLP in chunks of rows: weights cross the link once, activations stay small.
 
 Attention needs no chunks: its fused kernels hold no matrix of scores. An MLP's intermediate activations are what a long
 prompt would otherwise take: 8,192 rows of a 70B model are 1.4 GB in 16 bits, several times over.

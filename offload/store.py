@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from offload.layout import BLOCK_BYTES, Unit
+from offload.layout import BLOCK_BYTES, Unit, check_sums
 
 # One request. The kernel splits it and keeps the parts in flight at once; larger ones gain nothing, smaller ones lose
 # some 8 % whenever the cores are busy computing, for the reader then waits for its turn after each of them.
@@ -37,6 +37,7 @@ class FileStore:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files: dict[Path, tuple[int, int, bool]] = {}
+        self._checked: set[str] = set()
         try:
             for file in sorted(set(files)):
                 self._files[file] = open_for_reading(file)
@@ -45,7 +46,10 @@ class FileStore:
             raise
 
     def read_into(self, unit: Unit, buffer: torch.Tensor, cancelled: Callable[[], bool]) -> bool:
-        """Fills `buffer`; raises OSError naming the file when it has shrunk or the disk fails."""
+        """Fills `buffer`; raises OSError naming the file when it has shrunk or the disk fails.
+
+        The first time that a unit is read, ValueError if it is not what its checksums say.
+        """
         memory = memoryview(buffer.numpy())
         for extent in unit.extents:
             fd, size, direct = self._files[extent.file]
@@ -67,6 +71,9 @@ class FileStore:
                     raise OSError(
                         errno.EIO, f"file ends before byte {end:,}: it changed while in use", str(extent.file)
                     )
+        if unit.name not in self._checked:
+            check_sums(unit, buffer)
+            self._checked.add(unit.name)
         return True
 
     def close(self) -> None:
@@ -83,7 +90,7 @@ class FileStore:
 
 
 class ArenaStore:
-    """Holds units in RAM: one exact arena, pinned when the device is a GPU."""
+    """Holds `units` in RAM: one exact arena, pinned when the device is a GPU. Others come from `source` each time."""
 
     def __init__(
         self,
@@ -93,6 +100,7 @@ class ArenaStore:
         pinned: bool = False,
         report: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
+        self._source = source
         self._places: dict[str, tuple[int, int]] = {}
         units = list(units)
         self._arena = anonymous(sum(unit.slot_bytes for unit in units))
@@ -104,12 +112,18 @@ class ArenaStore:
             start += unit.slot_bytes
             report(unit.slot_bytes)
 
+    def holds(self, unit: Unit) -> bool:
+        """Whether the unit rests in the arena."""
+        return unit.name in self._places
+
     def bytes_of(self, unit: Unit) -> torch.Tensor:
         """The unit's bytes where they rest."""
         return self._arena.narrow(0, *self._places[unit.name])
 
     def read_into(self, unit: Unit, buffer: torch.Tensor, cancelled: Callable[[], bool]) -> bool:
-        """Copies the unit to `buffer`."""
+        """Copies the unit to `buffer`, or reads it there."""
+        if not self.holds(unit):
+            return self._source.read_into(unit, buffer, cancelled)
         resting = self.bytes_of(unit)
         for start in range(0, unit.slot_bytes, READ_BYTES):
             if cancelled():
@@ -118,7 +132,8 @@ class ArenaStore:
         return True
 
     def close(self) -> None:
-        """Drops the arena."""
+        """Drops the arena and closes the source."""
+        self._source.close()
         if self.pinned:
             unpin(self._arena)
             self.pinned = False

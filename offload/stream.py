@@ -52,9 +52,10 @@ class CudaLink:
         self._stream = torch.cuda.Stream(self._device)
         self._copied = [torch.cuda.Event() for _ in units]
         self._computed = {slot.data_ptr(): torch.cuda.Event() for slot in slots}
-        resting = isinstance(store, ArenaStore) and store.pinned
-        largest = 0 if resting else max(unit.slot_bytes for unit in units)
-        self._staging = [anonymous(largest) for _ in range(0 if resting else 2)]
+        arena = store if isinstance(store, ArenaStore) and store.pinned else None
+        self._is_staged = [arena is None or not arena.holds(unit) for unit in units]
+        sizes = [unit.slot_bytes for unit, is_staged in zip(units, self._is_staged, strict=True) if is_staged]
+        self._staging = [anonymous(max(sizes)) for _ in range(2 if sizes else 0)]
         self._pinned = [buffer for buffer in self._staging if pin(buffer)]
         self._staged = [torch.cuda.Event() for _ in self._staging]
         self._turn = 0
@@ -62,7 +63,7 @@ class CudaLink:
     def load(self, k: int, cancelled: Callable[[], bool]) -> bool:
         """Enqueues the copy of unit k, which starts when the last layer that read its slot is done."""
         unit, slot = self._units[k], self._slots[k]
-        if self._staging:
+        if self._is_staged[k]:
             turn = self._turn
             self._staged[turn].synchronize()  # its last copy has left
             source = self._staging[turn]
@@ -75,7 +76,7 @@ class CudaLink:
             self._stream.wait_event(self._computed[slot.data_ptr()])
             slot[: unit.slot_bytes].copy_(source[: unit.slot_bytes], non_blocking=True)
             self._copied[k].record(self._stream)
-            if self._staging:
+            if self._is_staged[k]:
                 self._staged[turn].record(self._stream)
         return True
 

@@ -238,6 +238,18 @@ def test_progress_ends_at_all_bytes(llama, tier):
         assert all(total == seen[0][1] for _, total in seen)
 
 
+def test_layers_from_ram_and_from_disk_in_one_pass(saved):
+    checkpoint, expected = saved
+    layers = outline(checkpoint).layers
+    room = sum(unit.slot_bytes for unit in layers) - 1
+    chosen = plan(layers, fixed={}, limit_bytes=10**12, resident=0, ram_bytes=room)
+    assert {*chosen.tiers} == {"ram", "disk"}
+    assert 0 < chosen.ram_bytes < chosen.streamed_bytes
+    with load_model(checkpoint, chosen) as target:
+        for _ in range(3):
+            assert torch.equal(logits(target.model), expected)
+
+
 def test_sharing_needs_one_dtype(llama):
     with loaded(llama) as target, pytest.raises(ValueError, match=r"cannot share .* one dtype"):
         loaded(llama, resident=4, dtype=torch.bfloat16, share=target.model)

@@ -36,7 +36,14 @@ def test_streamed_text_equals_the_resident_models(stored, resident, tier):
     checkpoint, attention, layers, texts = stored
     before = threading.active_count()
     for num_slots in (1, 2, 3) if resident < 4 else (2,):
-        chosen = plan(layers, fixed={}, limit_bytes=2**40, num_slots=num_slots, resident=resident, tier=tier)
+        chosen = plan(
+            layers,
+            fixed={},
+            limit_bytes=2**40,
+            num_slots=num_slots,
+            resident=resident,
+            ram_bytes=2**40 if tier == "ram" else None,
+        )
         everything = plan(layers, fixed={}, limit_bytes=2**40, resident=4)
         with (
             load_model(checkpoint, chosen, attn_implementation=attention) as target,

@@ -1,0 +1,43 @@
+"""Memory of computing, beside the weights: caches, logits, masks, activations; each in bytes by name."""
+
+from collections.abc import Mapping
+
+import torch
+
+from offload.plan import kv_cache_bytes, logits_bytes
+from offload.prefill import PREFILL_ROWS
+from offload.shape import Shape
+
+# Kernels' code, thread stacks and allocator slack that appear with the first pass, beside the matrix that oneDNN
+# reorders: measured on models of 0.1 to 1.3 billion weights.
+_CPU_SCRATCH_BYTES = 96 << 20
+_GPU_SCRATCH_BYTES = 256 << 20  # cuBLAS workspace, fragments of torch's allocator
+
+
+def working_bytes(target: Shape, device: torch.device, *, ctx: int, budget: int) -> Mapping[str, int]:
+    """What computing takes beside layers and slots, for a context of `ctx` tokens and trees of `budget` nodes."""
+    text, item = target.text, target.dtype.itemsize
+    rows, scored = ctx + budget, budget + 1
+    embedding = sum(nbytes for name, nbytes in target.rest_bytes.items() if "embed" in name)
+    kinds = len(set(getattr(text, "layer_types", None) or ["full_attention"]))
+    scores = rows * rows * text.num_attention_heads * (2 * item + 4) if target.is_eager else 0
+    return {
+        "embedding": embedding,
+        "norm and head": sum(target.rest_bytes.values()) - embedding,
+        "KV cache": kv_cache_bytes(target.config, rows, target.dtype),
+        "logits": logits_bytes(target.config, scored, target.dtype),
+        "tree mask": kinds * scored * rows * item,
+        "activations": _activations_bytes(target, rows) + scores,
+        "decoded matrix": target.decoded_bytes,
+        "libraries' scratch": _CPU_SCRATCH_BYTES if device.type == "cpu" else _GPU_SCRATCH_BYTES,
+    }
+
+
+def _activations_bytes(shape: Shape, rows: int) -> int:
+    """What lives at once at the widest place: hidden states of all rows, and an MLP's inner values of one chunk."""
+    text = shape.text
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    if shape.experts is not None:
+        each = getattr(text, "moe_intermediate_size", None) or inner
+        inner = max(inner, shape.experts[1] * (each + text.hidden_size))
+    return (rows * 4 * text.hidden_size + min(rows, PREFILL_ROWS) * 3 * inner) * shape.dtype.itemsize

@@ -1,0 +1,317 @@
+"""Plans and speeds of machines and models that are not here: memory kept, more never slower, published points met."""
+
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import shapes
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from app.blueprint import Blueprint
+from app.forecast import Question, decide, device_limit, forecast, levers, named_draft, ram_room
+from app.machines import curves, named_machine, read_table
+from offload.plan import DoesNotFit, fit, place
+from offload.predict import (
+    BUDGETS,
+    Curve,
+    compute_seconds,
+    knee,
+    link_seconds,
+    predict,
+)
+from offload.shape import anatomy, sketch
+
+GB = 10**9
+# Twelve machines, of a laptop's 4 GB up to 140 GB, with main memory from too little to plenty.
+MACHINES = [
+    ("RTX 3050 Laptop 4GB", 16),
+    ("RTX 4060 Laptop 8GB", 32),
+    ("RTX 2080", 32),
+    ("RTX 2080 Ti", 64),
+    ("RTX 3060 12GB", 16),
+    ("RTX 4070 Ti", 64),
+    ("RTX 4060 Ti 16GB", 32),
+    ("RTX 4080", 64),
+    ("RTX 3090", 128),
+    ("RTX 4090", 64),
+    ("RTX 5090", 96),
+    ("H200", 256),
+    ("none", 64),
+]
+_parts = cache(lambda name: anatomy(shapes.known_config(name)))
+_places = cache(lambda name, bits: place(shaped(name, bits).layers))
+
+
+@cache
+def shaped(name, bits=16):
+    return sketch(_parts(name), bits=bits)
+
+
+def placed(name, bits, machine, *, draft=None, ctx=2048, budgets=BUDGETS, limit=None):
+    drafts = [named_draft("ngram", None)] if draft is None else [draft]
+    hardware = machine.hardware
+    return decide(
+        shaped(name, bits),
+        drafts,
+        machine,
+        ctx=ctx,
+        budgets=budgets,
+        slots=2,
+        resident=None,
+        limit_bytes=device_limit(hardware, limit, None),
+        ram_bytes=ram_room(hardware, None),
+    )
+
+
+def with_more(machine, **factors):
+    """The machine with some of its memory and rates multiplied."""
+    hardware, rates = machine.hardware, machine.rates
+    device = int(hardware.free_bytes * factors.get("device", 1))
+    ram = int(hardware.ram_free_bytes * factors.get("ram", 1))
+    changed = {
+        name: getattr(rates, name) * factors.get(name, 1) for name in ("link_bps", "disk_bps", "flops", "memory_bps")
+    }
+    return replace(
+        machine,
+        hardware=replace(hardware, free_bytes=device, ram_free_bytes=ram),
+        rates=replace(rates, **changed),
+    )
+
+
+@pytest.mark.parametrize(("gpu", "ram"), MACHINES)
+def test_every_machine_with_every_model(gpu, ram):
+    """Memory is never exceeded, nothing gets slower by more of anything, and a refusal says what is lacking."""
+    machine = named_machine(gpu, ram * GB, 3e9)
+    for name in shapes.EIGHT:
+        for bits in (16, 8, 4):
+            try:
+                choice = placed(name, bits, machine)
+            except DoesNotFit as refusal:
+                message = str(refusal)
+            else:
+                message = None
+            if message is not None:
+                assert re.fullmatch(r"\d+\.\d\d GB .*are needed at least.*, the limit is \d+\.\d\d GB: .*", message)
+                continue
+            plan, prediction = choice.plan, choice.prediction
+            assert plan.total_bytes <= machine.hardware.free_bytes
+            assert sum(nbytes for _, nbytes in plan.host_items) <= machine.hardware.ram_free_bytes
+            assert sorted(plan.resident + plan.streamed) == list(range(len(shaped(name, bits).layers)))
+            assert plan.ram_bytes <= plan.streamed_bytes
+            assert len(plan.tiers) == len(plan.streamed)
+            assert prediction.s_per_pass >= prediction.compute_s > 0
+            low, likely, high = prediction.tokens_per_s
+            assert 0 < low <= likely <= high
+            for resource in ("device", "ram", "link_bps", "disk_bps", "flops", "memory_bps"):
+                better = placed(name, bits, with_more(machine, **{resource: 1.5})).prediction
+                assert better.tokens_per_s[1] >= likely * (1 - 1e-9), (name, bits, resource)
+
+
+@given(
+    st.sampled_from(["Llama 3 70B", "gpt-oss 20B", "Qwen3 30B-A3B"]),
+    st.sampled_from([16, 4]),
+    st.dictionaries(st.sampled_from(["device", "ram", "link_bps", "disk_bps", "flops", "memory_bps"]), st.floats(1, 4)),
+    st.integers(6, 40),
+    st.integers(2, 100),
+)
+@settings(max_examples=60, deadline=None)
+def test_more_is_never_slower(name, bits, factors, device, ram):
+    base = named_machine("RTX 3090", ram * GB, 2e9)
+    machine = replace(base, hardware=replace(base.hardware, free_bytes=device * GB))
+    draft = named_draft("model", shaped("Llama 3 8B", 4))
+    try:
+        before = placed(name, bits, machine, draft=draft)
+    except DoesNotFit:
+        return
+    after = placed(name, bits, with_more(machine, **factors), draft=draft)
+    assert after.prediction.tokens_per_s[1] >= before.prediction.tokens_per_s[1] * (1 - 1e-9)
+
+
+def test_published_70b_in_4_bits_on_a_4090():
+    """A peer's design takes 1.9 s: layers resident from the first on, and a wait after each, so that times add up."""
+    machine = named_machine("RTX 4090", 64 * GB, 3e9)
+    draft = named_draft("model", shaped("Llama 3 8B", 4))
+    choice = placed("Llama 3 70B", 4, machine, draft=draft, budgets=(504,))
+    prediction = choice.prediction
+    assert prediction.link_s + prediction.compute_s == pytest.approx(1.9, rel=0.2)
+    assert prediction.s_per_pass == pytest.approx(1.1, rel=0.2)
+    assert 5 < prediction.tokens_per_s[1] < 14
+
+
+def test_published_llama_2_70b_in_16_bits():
+    """More than five seconds per token on PCIe 4.0 without speculation; two to three tokens per second with it."""
+    machine = named_machine("RTX 4090", 256 * GB, 3e9)
+    target = shaped("Llama 2 70B")
+    streamed = place(target.layers, resident=0)
+    everything = fit(streamed, fixed={}, limit_bytes=25 * GB, ram_bytes=200 * GB)
+    none = predict(target, everything, named_draft("none", None), 1, machine.rates)
+    assert 1 / none.tokens_per_s[1] > 5
+    draft = named_draft("model", sketch(_parts("Llama 2 7B"), bits=16))
+    assert 1.6 < placed("Llama 2 70B", 16, machine, draft=draft).prediction.tokens_per_s[1] < 3.6
+
+
+def test_the_knee_is_where_the_formula_says():
+    """N* = FLOPS x bytes per weight / (2 x link rate) where everything streams in 16 bits."""
+    machine = named_machine("RTX 4090", 256 * GB, 3e9)
+    target = shaped("Llama 2 70B")
+    plan = fit(place(target.layers, resident=0), fixed={}, limit_bytes=25 * GB, ram_bytes=200 * GB)
+    rates = machine.rates
+    nodes = knee(target, plan, rates)
+    assert nodes == pytest.approx(rates.flops * 2 / (2 * rates.link_bps), rel=0.02)
+    assert compute_seconds(target, nodes, rates) == pytest.approx(link_seconds(plan, rates), rel=0.02)
+
+
+def test_what_does_not_fit_in_main_memory_comes_from_the_disk():
+    target = shaped("Llama 3 70B", 4)
+    tiers = []
+    for ram in (8, 16, 24, 64):
+        machine = named_machine("RTX 2080 Ti", ram * GB, 3e9)
+        plan = placed("Llama 3 70B", 4, machine).plan
+        in_ram = plan.tiers.count("ram")
+        assert dict(plan.host_items)["arena"] == in_ram * target.layers[0].slot_bytes
+        assert ("staging" in dict(plan.host_items)) == (plan.tier == "disk")
+        from_disk = plan.streamed_bytes - plan.ram_bytes
+        expected = plan.ram_bytes / machine.rates.link_bps + from_disk / 3e9
+        assert link_seconds(plan, machine.rates) == pytest.approx(expected)
+        tiers.append(in_ram)
+    assert tiers == sorted(tiers)
+    assert tiers[0] < tiers[-1] == len(plan.streamed)
+    with pytest.raises(DoesNotFit, match=r"main memory are needed at least .* --ram-limit"):
+        placed("Llama 3 70B", 16, named_machine("RTX 4090", 2 * GB, 3e9))
+
+
+def test_draft_caches_logits_and_other_programs_are_counted():
+    """The fault that estimates of others have: weights alone."""
+    machine = named_machine("RTX 4090", 64 * GB, 3e9)
+    draft = named_draft("model", shaped("Llama 3 8B"))
+    plan = placed("Llama 3 70B", 4, named_machine("RTX 5090"), draft=draft, budgets=(1023,), ctx=4096).plan
+    items = dict(plan.items)
+    assert items["logits"] == 1024 * 128256 * 2
+    assert items["draft's logits"] == 1024 * 128256 * 4
+    assert items["draft"] == pytest.approx(16.1e9, rel=0.01)
+    assert items["KV cache"] == 2 * 80 * 8 * 128 * (4096 + 1023) * 2
+    assert items["draft's KV cache"] == 2 * 32 * 8 * 128 * (4096 + 1023) * 2
+    busy = replace(machine, hardware=replace(machine.hardware, free_bytes=machine.hardware.free_bytes - 4 * GB))
+    small = named_draft("model", shaped("Llama 3 8B", 4))
+    kept = [len(placed("Llama 3 70B", 4, each, draft=small).plan.resident) for each in (machine, busy)]
+    assert kept[1] < kept[0] - 6
+
+
+def test_draft_and_budget_are_chosen_together():
+    machine = named_machine("RTX 4090", 64 * GB, 3e9)
+    target = shaped("Llama 3 70B", 4)
+    drafts = [named_draft("none", None), named_draft("ngram", None), named_draft("small", shaped("Llama 3 8B", 4))]
+
+    def best(options, budgets=BUDGETS):
+        hardware = machine.hardware
+        return decide(
+            target,
+            options,
+            machine,
+            ctx=2048,
+            budgets=budgets,
+            slots=2,
+            resident=None,
+            limit_bytes=device_limit(hardware, None, None),
+            ram_bytes=ram_room(hardware, None),
+        )
+
+    choice = best(drafts)
+    assert choice.draft.kind == "small"
+    alone = [best([draft], (budget,)) for draft in drafts for budget in BUDGETS]
+    assert choice.prediction.tokens_per_s[1] == max(each.prediction.tokens_per_s[1] for each in alone)
+
+
+def test_curves_rise_and_name_their_source():
+    for kind, curve in curves().items():
+        assert curve.source
+        found = [curve.tokens_per_pass(budget) for budget in (1, 5, 16, 40, 64, 200, 504, 1024, 4096)]
+        for low, likely, high in found:
+            assert 1 <= low <= likely <= high
+        for before, after in pairwise(found):
+            assert all(a <= b for a, b in zip(before, after, strict=True)), kind
+
+
+def test_between_two_known_budgets():
+    curve = Curve({16: (4.0, 4.0, 4.0), 64: (6.0, 6.0, 6.0)}, {}, "made up")
+    assert curve.tokens_per_pass(32)[1] == pytest.approx(5)
+    assert (curve.tokens_per_pass(2)[1], curve.tokens_per_pass(999)[1], curve.num_steps(64)) == (4, 6, 0)
+
+
+def question(name, machine, **changes):
+    fields = {
+        "draft": "ngram",
+        "draft_model": None,
+        "ctx": 4096,
+        "budget": None,
+        "bits": 16,
+        "slots": 2,
+        "resident": None,
+    }
+    fields |= {"dtype": torch.bfloat16, "device_limit": None, "ram_limit": None} | changes
+    return Question(Blueprint(name, shapes.known_config(name), None, None), machine=machine, **fields)
+
+
+def test_levers_help_as_much_as_they_say():
+    asked = question("Llama 3 70B", named_machine("RTX 4090", 64 * GB, 3e9))
+    _, choice = forecast(asked)
+    found = levers(asked, choice)
+    gains = [lever.gain for lever in found]
+    assert gains == sorted(gains, reverse=True)
+    four = next(lever for lever in found if "bits" in lever.flags)
+    assert four.flags == {"bits": "4"}
+    _, other = forecast(replace(asked, bits=4))
+    assert four.gain == pytest.approx(other.prediction.tokens_per_s[1] / choice.prediction.tokens_per_s[1])
+    assert {"draft", "bits", "ram"} <= {flag for lever in found for flag in lever.flags}
+
+
+def test_the_smallest_change_that_makes_it_fit():
+    asked = question("Llama 3 70B", named_machine("RTX 3050 Laptop 4GB", 64 * GB, 3e9))
+    with pytest.raises(DoesNotFit):
+        forecast(asked)
+    found = levers(asked, None)
+    assert found == [] or found[0].gain is None
+    asked = question("Llama 2 13B", named_machine("RTX 3050 Laptop 4GB", 64 * GB, 3e9), ctx=4096)
+    with pytest.raises(DoesNotFit):
+        forecast(asked)
+    assert levers(asked, None)[0].flags in ({"ctx": "2048"}, {"ctx": "1024"}, {"ctx": "512"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("RTX 4090", "RTX 4090"),
+        ("4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("rtx-2080ti", "RTX 2080 Ti"),
+        ("2080", "RTX 2080"),
+        ("3060", "RTX 3060 12GB"),
+        ("h100", "H100"),
+        ("none", "CPU"),
+    ],
+)
+def test_machines_by_name(asked, found):
+    assert named_machine(asked).hardware.name == found
+
+
+def test_an_unknown_machine_names_the_nearest():
+    with pytest.raises(ValueError, match="did you mean RTX 4090"):
+        named_machine("RTX 4091")
+    with pytest.raises(ValueError, match="known are"):
+        named_machine("teapot")
+
+
+def test_the_table_of_machines_is_whole():
+    table = read_table("hardware")
+    assert len(table["gpu"]) >= 12
+    for gpu in table["gpu"]:
+        assert gpu["source"]
+        machine = named_machine(gpu["name"])
+        assert machine.hardware.name == gpu["name"]
+        assert machine.hardware.has_bf16 == (not gpu["name"].startswith("RTX 2080"))
+        assert 5e9 < machine.rates.link_bps < 60e9
+        assert machine.rates.link_bps < machine.rates.memory_bps
