@@ -11,47 +11,15 @@ and what the same pass takes with every layer resident. The last line printed is
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # run from a clone without installing
+from limits import in_cgroup, make_cgroup, raw_rate, widened_demo
 
 PROMPTS = ("Explain how a refrigerator works.", "Write a short story about a lighthouse keeper and a storm.")
-CGROUP_V1 = Path("/sys/fs/cgroup/memory")
-CGROUP_V2 = Path("/sys/fs/cgroup")
-
-
-def make_cgroup(limit_bytes: int) -> Path:
-    """A memory cgroup of `limit_bytes`; SystemExit says how to make one where this process may not."""
-    is_v1 = CGROUP_V1.is_dir()
-    folder = (CGROUP_V1 if is_v1 else CGROUP_V2) / "specexec-benchmark"
-    try:
-        folder.mkdir(exist_ok=True)
-        (folder / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(str(limit_bytes))
-    except OSError as error:
-        raise SystemExit(f"cannot make the cgroup {folder} ({error.strerror}): run as root, or under "
-                         f"systemd-run --scope -p MemoryMax={limit_bytes} with --no-cgroup") from None  # fmt: skip
-    return folder
-
-
-def in_cgroup(folder: Path | None, arguments: list[str]) -> dict:
-    """Runs this script as a worker inside `folder` and returns the JSON object that it prints last."""
-
-    def enter() -> None:
-        if folder is not None:
-            (folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    command = [sys.executable, __file__, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, preexec_fn=enter, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed with exit code {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run_specexec(target: Path, draft: str, device_limit: str, max_tokens: int) -> dict:
@@ -112,40 +80,20 @@ def run_accelerate(target: Path, max_memory: str, max_tokens: int) -> dict:
     return {"tokens": tokens, "elapsed_s": elapsed_s, "texts": texts, "modules_on_disk": on_disk}
 
 
-def raw_rate(target: Path) -> float:
-    """O_DIRECT bytes per second over the whole checkpoint, which is then dropped from the page cache: pages that
-    another process has read are not charged to the cgroup, and would be memory beyond the limit for a peer that maps."""
-    from offload.hardware import measure_read_bps
-
-    files = sorted(target.glob("*.safetensors"))
-    for file in files:
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return measure_read_bps(files, 2**40)
-
-
 def compare(arguments: argparse.Namespace) -> dict:
-    from app.environment import cache_dir
-    from app.models import locate
-    from benchmarks.widen import widen
-
-    demo = locate("HuggingFaceTB/SmolLM2-135M-Instruct", offline=False)
-    target = cache_dir() / f"benchmark-wide{arguments.factor}"
-    if not target.is_dir():
-        widen(demo, target, arguments.factor)
+    demo, target = widened_demo(arguments.factor)
     limit = arguments.limit
     folder = None if arguments.no_cgroup else make_cgroup(limit)
     ours = ["--worker", "specexec", "--target", str(target), "--tokens", str(arguments.tokens)]
     peer = ["--worker", "accelerate", "--target", str(target), "--tokens", str(arguments.peer_tokens)]
     rates = [raw_rate(target)]
-    speculative = in_cgroup(folder, [*ours, "--draft", str(demo)])
+    speculative = in_cgroup(folder, __file__, [*ours, "--draft", str(demo)])
     rates.append(raw_rate(target))
-    accelerate = in_cgroup(folder, [*peer, "--max-memory", arguments.peer_memory])
+    accelerate = in_cgroup(folder, __file__, [*peer, "--max-memory", arguments.peer_memory])
     rates.append(raw_rate(target))
-    plain = in_cgroup(folder, [*ours, "--draft", "none", "--tokens", str(arguments.peer_tokens)])
+    plain = in_cgroup(folder, __file__, [*ours, "--draft", "none", "--tokens", str(arguments.peer_tokens)])
     rates.append(raw_rate(target))
-    resident = in_cgroup(None, [*ours, "--draft", str(demo), "--device-limit", "10GB"])
+    resident = in_cgroup(None, __file__, [*ours, "--draft", str(demo), "--device-limit", "10GB"])
     if folder is not None:
         folder.rmdir()
     raw_link_bps = statistics.median([*rates, speculative["raw_link_bps"]])

@@ -13,9 +13,6 @@ import json
 import pstats
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # run from a clone without installing
 
 from app.launch import open_session
 from app.presets import chosen_settings

@@ -1,6 +1,25 @@
-"""What a proposal may spend, and under which sampling its guesses will be judged."""
+"""What a proposal may spend, and the pace that finds out as it runs how much spending pays.
 
+Tokens per second is the goal: something that takes `t` seconds pays if it brings more than rate x t expected tokens,
+where `rate` is what has been reached so far. The rate that this rule leads to is the best one (Dinkelbach's method for
+ratios). Everything here follows from measured seconds; none of it can change the text.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
+
+from specexec.tree import TokenTree
+
+_FIRST_NODES = 32
+_LEARNING = 0.25
+_MEMORY = 0.9
+_TRIAL = 6  # drafted passes before a draft is judged
+_PAUSE = 4  # passes without a draft that did not pay; doubled each time
+_WIDE = 1.3  # a larger ratio of neighbouring row counts is a gap in what is known
+_STALE = 150  # measurements, after which one that was not renewed is forgotten
+_LEAST = 0.1  # of a measured pass, whatever its slope says: something is always paid
 
 
 @dataclass(frozen=True)
@@ -9,10 +28,154 @@ class Budget:
 
     num_nodes: the most nodes that the target will score in its pass (the root not counted).
     max_depth: the longest path that can still be emitted; deeper nodes would be wasted.
-    temperature: the target's sampling temperature, 0 for greedy: a draft's probabilities are estimates of acceptance
-        only after they have been brought to the same temperature.
+    temperature: the target's sampling temperature, 0 for greedy: it decides what a draft's scores are worth.
+    rate: tokens per second so far; drafting that brings less than this is not worth its time. 0: time does not matter.
+    verify_s: seconds that the target's pass takes for a number of rows (root and nodes), where rate matters.
     """
 
     num_nodes: int
     max_depth: int
     temperature: float = 0.0
+    rate: float = 0.0
+    verify_s: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def values(self, scores: np.ndarray) -> np.ndarray:
+        """Tokens expected of the first 0, 1, ... N nodes, less what the target could have done in the time they take.
+
+        scores: float [N], log-probabilities that the nodes are accepted.
+        """
+        values = np.concatenate([[0.0], np.cumsum(np.exp(scores, dtype=np.float64))])
+        if self.verify_s is None:
+            return values
+        seconds = self.verify_s(np.arange(1, len(values) + 1))
+        return values - self.rate * (seconds - seconds[0])
+
+
+def worth_verifying(tree: TokenTree, budget: Budget) -> TokenTree:
+    """The part of `tree`, whose nodes stand best first, that pays for the target's time."""
+    if budget.verify_s is None:
+        return tree
+    count = int(budget.values(tree.scores).argmax())
+    return TokenTree(tree.tokens[:count], tree.parents[:count], tree.scores[:count])
+
+
+class CostCurve:
+    """Seconds against rows, learned from single measurements; never falls with more rows.
+
+    Between and beyond what was measured it assumes the least that a convex curve allows, since a pass costs max(link,
+    compute): what looks cheap is tried, and then it is known. With one point only, cost is taken as flat.
+    """
+
+    def __init__(self) -> None:
+        self._points: dict[int, tuple[float, float, int]] = {}  # by quarter octave of rows: rows, seconds, count
+        self._seen: dict[int, int] = {}  # at which measurement each was measured last
+        self._now = 0
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows measured so far."""
+        return round(max((rows for rows, _, _ in self._points.values()), default=0))
+
+    @property
+    def least_s(self) -> float:
+        """Seconds of the smallest pass measured."""
+        return self._points[min(self._points)][1] if self._points else 0.0
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn that `rows` rows took `seconds`; what has not been measured for long is forgotten and may be tried."""
+        octave = int(4 * np.log2(rows))
+        self._now += 1
+        self._seen[octave] = self._now
+        for stale in [each for each, last in self._seen.items() if self._now - last > _STALE]:
+            del self._seen[stale], self._points[stale]
+        old_rows, old_seconds, count = self._points.get(octave, (0.0, 0.0, 0))
+        share = max(_LEARNING, 1 / (count + 1))
+        self._points[octave] = (
+            old_rows + share * (rows - old_rows),
+            old_seconds + share * (seconds - old_seconds),
+            count + 1,
+        )
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        """Seconds that each number of `rows` should take; 0 where nothing has been measured."""
+        if not self._points:
+            return np.zeros(len(rows))
+        x, y, weights = np.array([self._points[octave] for octave in sorted(self._points)], float).T
+        y = _rising(y, np.minimum(weights, 1 / _LEARNING))
+        slopes = np.diff(y) / np.diff(x)
+        first, last = (slopes[0], slopes[-1]) if len(slopes) else (0.0, 0.0)
+        known = list(zip(x, y, strict=True))
+        for i in np.flatnonzero(x[1:] > _WIDE * x[:-1]):
+            before = slopes[i - 1] if i else 0.0
+            bend = (x[i] * x[i + 1]) ** 0.5
+            if i + 1 < len(slopes) and slopes[i + 1] > slopes[i] > before:  # where the neighbouring lines meet
+                bend = x[i] + (y[i] - y[i + 1] + slopes[i + 1] * (x[i + 1] - x[i])) / (slopes[i + 1] - before)
+            if before < slopes[i]:
+                known.append((bend, y[i] + before * (bend - x[i])))
+        known.append((0.0, max(y[0] - first * x[0], _LEAST * y[0])))
+        x, y = np.array(sorted(known)).T
+        return np.interp(rows, x, y) + np.maximum(rows - x[-1], 0) * last
+
+
+class Pace:
+    """Chooses each pass's budget from what passes have cost and brought: `--budget auto`.
+
+    most: never more nodes than this. A draft that does not pay is paused (`is_paused`) and tried again later.
+    """
+
+    def __init__(self, most: int = 1024) -> None:
+        self._most = most
+        self._verify = CostCurve()
+        self._sums = {True: np.zeros(2), False: np.zeros(2)}  # by whether a draft ran: tokens, seconds, fading
+        self._num_trials = 0
+        self._pause, self._left = _PAUSE, 0
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether drafting has been switched off for the time being because it cost more than it brought."""
+        return self._left > 0
+
+    def budget(self, room: int, max_depth: int, temperature: float) -> Budget:
+        """What the next proposal may spend; no nodes at all while drafting is paused."""
+        if self.is_paused:
+            return Budget(0, max_depth, temperature)
+        rate = self._rate(True)
+        if not rate:
+            return Budget(min(room, self._most, _FIRST_NODES), max_depth, temperature)
+        tried = max(2 * self._verify.most_rows, _FIRST_NODES)  # at most a doubling, so that a knee is met gently
+        return Budget(min(room, self._most, tried), max_depth, temperature, rate, self._verify)
+
+    def observe(self, *, rows: int, tokens: int, draft_s: float, verify_s: float) -> None:
+        """Learn what a pass over `rows` rows (root and nodes) has cost and brought; the prefill is not such a pass."""
+        self._verify.observe(rows, verify_s)
+        drafted = not self.is_paused
+        self._sums[drafted] = self._sums[drafted] * _MEMORY + (tokens, draft_s + verify_s)
+        if not drafted:
+            self._left -= 1
+            return
+        self._num_trials += 1
+        if self._num_trials < _TRIAL:
+            return
+        if self._rate(True) * self._verify.least_s < 1:  # plain decoding gives one token in that time, or in less
+            self._left, self._pause = self._pause, min(2 * self._pause, 512)
+            self._num_trials, self._sums[True] = 0, np.zeros(2)
+        elif self._num_trials > 4 * _TRIAL:
+            self._pause = _PAUSE
+
+    def _rate(self, drafted: bool) -> float:
+        tokens, seconds = self._sums[drafted]
+        return float(tokens / seconds) if seconds else 0.0
+
+
+def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The closest sequence that never falls (least squares, by pooling neighbours that violate it)."""
+    pools: list[list[float]] = []  # mean, weight, length
+    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
+        pools.append([value, weight, 1])
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            mean, weight, length = pools.pop()
+            last = pools[-1]
+            last[0] = (last[0] * last[1] + mean * weight) / (last[1] + weight)
+            last[1] += weight
+            last[2] += length
+    return np.repeat([mean for mean, _, _ in pools], [int(length) for _, _, length in pools])

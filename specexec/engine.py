@@ -1,14 +1,14 @@
 """The loop: propose, score, verify, emit. Prefill, plain and speculative decoding are this one path."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 
-from specexec.budget import Budget
+from specexec.budget import Budget, Pace, worth_verifying
 from specexec.drafters import Drafter
 from specexec.lm import CachedLM, as_ids, score_tree
 from specexec.sampling import Sampler
@@ -59,15 +59,18 @@ def generate(
     prompt: Sequence[int],
     sampler: Sampler,
     *,
-    budget: int,
+    budget: int | Pace,
     max_tokens: int,
     stop: frozenset[int] = frozenset(),
+    walk: Callable[..., list[int]] = verify,
     num_logprobs: int | None = None,
 ) -> Iterator[Step]:
     """Continue `prompt` by at most `max_tokens` tokens, a target pass at a time.
 
     drafter: where guesses come from; None is plain decoding. The text is the same with any, for the same sampler seed.
-    budget: the most nodes per tree; fewer are drafted where the KV rows or `max_tokens` leave no room.
+    budget: the most nodes per tree, or a Pace that chooses it pass by pass from what passes cost and bring; fewer are
+        drafted where the KV rows or `max_tokens` leave no room.
+    walk: how guesses become tokens; only the baselines that sample their guesses need another (specexec.rejection).
     num_logprobs: None for no logprobs, else how many alternatives each token's entry names.
     Raises ValueError for an empty prompt or one that leaves no row for an answer.
     """
@@ -80,23 +83,33 @@ def generate(
     left = min(max_tokens, target.max_rows - len(context))
     while left > 0:
         started = time.perf_counter()
-        room = min(budget, target.max_rows - len(context))
+        spend = _spend(budget, target.max_rows - len(context), left - 1, sampler.params.temperature)
         tree = empty_tree()
         is_short = len(context) - target.num_reusable(context) <= LONGEST_TAIL
-        if drafter is not None and room > 0 and left > 1 and is_short:
-            tree = drafter.propose(context, Budget(room, left - 1, sampler.params.temperature))
+        if drafter is not None and spend.num_nodes > 0 and left > 1 and is_short:
+            tree = worth_verifying(drafter.propose(context, spend), spend)
         drafted = time.perf_counter()
         logits = score_tree(target, context, tree)
-        tokens = verify(tree, logits, sampler, context=context, stop=stop, limit=left)
+        tokens = walk(tree, logits, sampler, context=context, stop=stop, limit=left)
         verified = time.perf_counter()
         left -= len(tokens)
         finish = "stop" if tokens[-1] in stop else None if left else "length"
+        if isinstance(budget, Pace) and len(context) > len(prompt):  # a prefill tells nothing of the passes to come
+            budget.observe(
+                rows=1 + len(tree), tokens=len(tokens), draft_s=drafted - started, verify_s=verified - drafted
+            )
         path = _guessed(tree, tokens)
         logprobs = () if num_logprobs is None else _logprobs(logits, path, tokens, num_logprobs)
         yield Step(tuple(tokens), tree, len(path), drafted - started, verified - drafted, finish, logprobs)
         if finish:
             return
         context = np.concatenate([context, as_ids(tokens)])
+
+
+def _spend(budget: int | Pace, room: int, max_depth: int, temperature: float) -> Budget:
+    if isinstance(budget, Pace):
+        return budget.budget(room, max_depth, temperature)
+    return Budget(min(budget, room), max_depth, temperature)
 
 
 def _guessed(tree: TokenTree, tokens: list[int]) -> list[int]:

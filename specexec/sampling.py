@@ -89,12 +89,23 @@ class Sampler:
         best = int(scores.argmax())
         if scores[best].isnan():  # argmax finds a NaN if there is one
             raise FloatingPointError("the target's logits are not numbers; try --dtype float32")
+        return best if self.params.temperature == 0 else self.pick(scores.softmax(-1, dtype=torch.float64))
+
+    def probs(self, logits: torch.Tensor, path: np.ndarray) -> torch.Tensor:
+        """The distribution (float64 [V]) that tokens after `path` are drawn from; all on one token if greedy."""
+        scores = self.scores(logits, path)
         if self.params.temperature == 0:
-            return best
-        # Inverse transform sampling: one uniform number per token, whatever the vocabulary and the draft.
-        cumulative = scores.softmax(-1, dtype=torch.float64).cumsum(-1)
-        uniform = torch.rand((), generator=self._generator, dtype=torch.float64).to(cumulative.device)
-        return min(int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)), len(scores) - 1)
+            return torch.zeros_like(scores, dtype=torch.float64).index_fill_(0, scores.argmax(), 1.0)
+        return scores.softmax(-1, dtype=torch.float64)
+
+    def pick(self, probs: torch.Tensor) -> int:
+        """A token drawn by inverse transform: one uniform number per token, whatever the vocabulary and the draft."""
+        cumulative = probs.cumsum(-1)
+        return min(int(torch.searchsorted(cumulative, self.uniform() * cumulative[-1], right=True)), len(probs) - 1)
+
+    def uniform(self) -> float:
+        """The answer's next random number, at least 0 and below 1."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
 def make_sampler(params: SamplingParams, eos_ids: Iterable[int], prompt_length: int) -> Sampler:

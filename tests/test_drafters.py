@@ -8,8 +8,9 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model
 
+from specexec.acceptance import NUM_CHILDREN, Acceptance
 from specexec.budget import Budget
-from specexec.drafters.model import SHARPEST, ModelDrafter
+from specexec.drafters.model import ModelDrafter
 from specexec.drafters.ngram import NGramDrafter
 from specexec.lm import CachedLM, as_ids
 from specexec.tree import depths
@@ -18,7 +19,7 @@ CONTEXT = as_ids(range(5, 20))
 
 
 def best_first(model: torch.nn.Module, num_nodes: int, max_depth: int, temperature: float) -> list[tuple[int, ...]]:
-    """The most probable continuations, one at a time, each from a forward over its whole path."""
+    """The continuations most probably accepted, one at a time, each from a forward over its whole path."""
     found: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     while heap and len(found) <= num_nodes:
@@ -27,7 +28,9 @@ def best_first(model: torch.nn.Module, num_nodes: int, max_depth: int, temperatu
         if len(path) < max_depth:
             with torch.inference_mode():
                 logits = model(input_ids=torch.tensor([[*CONTEXT.tolist(), *path]]), use_cache=False).logits[0, -1]
-            for token, logprob in enumerate((logits / temperature).log_softmax(-1).tolist()):
+            values, tokens = logits.topk(NUM_CHILDREN)
+            logprobs = Acceptance().logprobs(values.double().numpy()[None], temperature)[0]
+            for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
                 heapq.heappush(heap, (cost - logprob, (*path, token)))
     return found[1:]
 
@@ -37,7 +40,7 @@ def best_first(model: torch.nn.Module, num_nodes: int, max_depth: int, temperatu
 )
 def test_the_tree_is_the_most_probable_one(num_nodes: int, max_depth: int, temperature: float) -> None:
     model = tiny_model("llama")
-    expected = best_first(model, num_nodes, max_depth, max(temperature, SHARPEST))
+    expected = best_first(model, num_nodes, max_depth, temperature)
     for max_batch in (1, 5, 32):
         tree = ModelDrafter(CachedLM(model, 2000), max_batch=max_batch).propose(
             CONTEXT, Budget(num_nodes, max_depth, temperature)

@@ -5,9 +5,12 @@ import pytest
 from oracles import PENALISED, AlwaysRight, AlwaysWrong, plain_text
 from tiny import FAMILIES, VOCAB, tiny_model
 
+from specexec.budget import Pace
 from specexec.drafters import Drafter
+from specexec.drafters.graft import GraftDrafter
 from specexec.drafters.model import ModelDrafter
 from specexec.drafters.ngram import NGramDrafter
+from specexec.drafters.suffix import SuffixDrafter
 from specexec.engine import generate
 from specexec.lm import CachedLM
 from specexec.sampling import SamplingParams, make_sampler
@@ -17,15 +20,18 @@ GREEDY = SamplingParams()
 PROMPT = [*np.random.default_rng(1).integers(3, VOCAB, 11).tolist(), 40, 41, 42, 40, 41]
 
 
-def drafters(family: str, answer: list[int]) -> dict[str, Drafter]:
-    """`self` is the target's own weights slightly shaken, `model` another model altogether."""
+def drafters(family: str, answer: list[int], target: CachedLM) -> dict[str, Drafter]:
+    """`self` is the target's own weights slightly shaken, `rows` reads the target's KV rows too, `model` is another."""
     near = tiny_model(family)
     for parameter in near.parameters():
         parameter.mul_(1.02)
     return {
         "self": ModelDrafter(CachedLM(near, 400)),
         "model": ModelDrafter(CachedLM(tiny_model("llama", seed=9), 400)),
+        "rows": ModelDrafter(CachedLM(near, 400, rows_of=target)),
         "ngram": NGramDrafter(),
+        "suffix": SuffixDrafter(),
+        "graft": GraftDrafter(ModelDrafter(CachedLM(near, 400)), SuffixDrafter()),
         "right": AlwaysRight(PROMPT, answer),
         "wrong": AlwaysWrong(PROMPT, answer),
     }
@@ -37,8 +43,8 @@ def test_text_does_not_depend_on_draft_or_budget(family: str, params: SamplingPa
     model = tiny_model(family)
     expected = plain_text(model, PROMPT, params, max_tokens=TOKENS)
     target = CachedLM(model, 200)
-    for name, drafter in {**drafters(family, expected), "none": None}.items():
-        for budget in (1, 4, 16, 64):
+    for name, drafter in {**drafters(family, expected, target), "none": None}.items():
+        for budget in (16, Pace()) if name in ("rows", "suffix", "graft") else (1, 4, 16, 64):
             sampler = make_sampler(params, (), len(PROMPT))
             steps = list(generate(target, drafter, PROMPT, sampler, budget=budget, max_tokens=TOKENS))
             text = [token for step in steps for token in step.tokens]

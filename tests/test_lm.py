@@ -105,3 +105,25 @@ def test_the_self_check_passes_everywhere_and_finds_a_mask_that_is_ignored(monke
     lm = CachedLM(tiny_model("llama"), 40)
     monkeypatch.setattr(lm, "_masks", lambda *_: None)  # as if the library had dropped the argument
     assert tree_attention_error(lm) > TOLERANCE
+
+
+def test_a_copy_reads_the_original_s_rows() -> None:
+    model = tiny_model("qwen3")
+    copy = tiny_model("qwen3", seed=3)
+    target = CachedLM(model, 60)
+    reader = CachedLM(copy, 60, rows_of=target)
+    text = as_ids(range(10, 40))
+    reader.prefill(text[:12])  # nothing to read yet: rows of its own
+    target.prefill(text[:12])
+    for length in (13, 20):
+        reader.prefill(text[:length])
+        own = length - target.num_committed
+        for mine, theirs in zip(reader._cache.layers, target._cache.layers, strict=True):
+            torch.testing.assert_close(mine.keys[:, :, : length - own], theirs.keys[:, :, : length - own])
+        target.prefill(text[:length])
+    changed = text.copy()
+    changed[5] = 99
+    target.prefill(changed[:15])
+    expected = reader.prefill(changed[:16])
+    fresh = CachedLM(copy, 60, rows_of=target)
+    torch.testing.assert_close(fresh.prefill(changed[:16]), expected)

@@ -1,13 +1,16 @@
 """The SpecExec drafter: a resident model grows the tree of its most probable continuations, best first."""
 
+import time
+
 import numpy as np
 import torch
 
+from specexec.acceptance import NUM_CHILDREN, Acceptance
 from specexec.budget import Budget
 from specexec.lm import CachedLM
 from specexec.tree import ROOT, TokenTree
 
-SHARPEST = 0.5
+_LEARNING = 0.2
 
 
 class ModelDrafter:
@@ -15,89 +18,131 @@ class ModelDrafter:
 
     Each step runs the most probable unexpanded nodes of the best `num_nodes` so far through the model as one batch and
     adds their children to the pool (SpecExec, arXiv 2406.02532, algorithm 2). It ends when every node that could still
-    gain a child inside the budget has been expanded: the tree is then the most probable one of its size.
+    gain a child inside the budget has been expanded: the tree is then the most probable one of its size. Where time
+    matters (`budget.rate`), it ends before the first step that should bring less than the time it takes.
+
+    acceptance: what the draft's scores are worth; it learns from each proposal's outcome, which the next context shows.
     """
 
-    def __init__(self, lm: CachedLM, *, max_batch: int = 32) -> None:
+    def __init__(self, lm: CachedLM, *, max_batch: int = 32, acceptance: Acceptance | None = None) -> None:
         self.lm = lm
         self.max_batch = max_batch
+        self.acceptance = acceptance or Acceptance()
+        self._proposed: tuple[np.ndarray, _Pool] | None = None
+        self._step_s = 0.0  # seconds of a step, fading
+        self._yields: list[float] = []  # value gained per probability expanded, by number of the step
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter."""
-        pool = _Pool(budget)
-        # Under greedy decoding only the target's argmax is accepted, and a draft's probability of that token being
-        # the argmax is sharper than its probability of the token itself.
-        temperature = max(budget.temperature, SHARPEST)
+        self._learn(context)
+        pool = _Pool(budget, self.acceptance)
         room = self.lm.max_rows - len(context)
-        pool.add_children(self.lm.prefill(context) / temperature, np.array([ROOT]))
+        pool.add_children(self.lm.prefill(context), np.array([ROOT]))
         batch = max(self.max_batch, budget.num_nodes // 8)
-        while len(nodes := pool.frontier(min(batch, room))):
-            logits = self.lm.extend(pool.tokens[nodes], pool.rows_of_parents(nodes))
-            pool.mark_expanded(nodes)
-            pool.add_children(logits / temperature, nodes)
+        step = 0
+        while len(nodes := pool.frontier(min(batch, room))) and self._pays(step, pool, nodes):
+            self._expand(step, pool, nodes)
             room -= len(nodes)
+            step += 1
+        self._proposed = context, pool
         return pool.tree()
+
+    def _expand(self, step: int, pool: "_Pool", nodes: np.ndarray) -> None:
+        started, before = time.perf_counter(), pool.value
+        logits = self.lm.extend(pool.tokens[nodes], pool.rows_of_parents(nodes))
+        pool.add_children(logits, nodes)
+        gained = (pool.value - before) / pool.probability(nodes)
+        if step == len(self._yields):
+            self._yields.append(gained)
+        self._yields[step] += _LEARNING * (gained - self._yields[step])
+        self._step_s += _LEARNING * (time.perf_counter() - started - self._step_s)
+
+    def _pays(self, step: int, pool: "_Pool", nodes: np.ndarray) -> bool:
+        """Whether expanding `nodes` should bring more tokens than the time could bring otherwise.
+
+        The first step is always taken: a time that was bad once would otherwise never be measured again.
+        """
+        if not pool.budget.rate or step == 0 or step >= len(self._yields):
+            return True
+        return self._yields[step] * pool.probability(nodes) > pool.budget.rate * self._step_s
+
+    def _learn(self, context: np.ndarray) -> None:
+        """Compare the last proposal with what has become of it."""
+        if self._proposed is None:
+            return
+        earlier, pool = self._proposed
+        self._proposed = None
+        if len(context) > len(earlier) and np.array_equal(context[: len(earlier)], earlier):
+            pool.teach(context[len(earlier) :], self.acceptance)
 
 
 class _Pool:
     """All candidates seen so far, parents before children, as growing arrays."""
 
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
+    def __init__(self, budget: Budget, acceptance: Acceptance) -> None:
+        self.budget = budget
+        self.value = 0.0  # of the best tree so far, in tokens
+        self._acceptance = acceptance
         self.tokens = np.empty(0, np.int64)
         self._parents = np.empty(0, np.int64)
         self._depths = np.empty(0, np.int64)
         self._scores = np.empty(0, np.float32)
         self._rows = np.empty(0, np.int64)  # a node's index among the draft's pending rows, or -1
-        self._num_expanded = 0
+        self._children: list[tuple[np.ndarray, np.ndarray]] = []  # by row, the root's first: logits, tokens
         self._best = np.empty(0, np.int64)  # the best num_nodes candidates, best first
-        self._threshold = -np.inf  # a candidate below it cannot enter the tree any more
 
     def add_children(self, logits: torch.Tensor, parents: np.ndarray) -> None:
         """Add those children of `parents` [n] that can enter the tree, given the draft's logits [n, V]."""
-        base = np.append(self._scores, np.float32(0))[parents]
+        values, ids = logits.topk(min(NUM_CHILDREN, logits.shape[-1]), dim=-1)
+        values, ids = torch.stack([values.double(), ids.double()]).cpu().numpy()  # one transfer: ids are exact in both
+        ids = ids.astype(np.int64)
+        if parents[0] != ROOT:
+            self._rows[parents] = np.arange(len(self._children) - 1, len(self._children) - 1 + len(parents))
+        self._children += zip(values, ids, strict=True)
+        scores = self._acceptance.logprobs(values, self.budget.temperature)
+        scores += np.append(self._scores, np.float32(0))[parents][:, None]
+        entering = scores > self._threshold()
         depths = np.append(self._depths, 0)[parents] + 1
-        rows, tokens, scores = _candidates(logits, base, self._threshold, self._budget.num_nodes)
-        self.tokens = np.concatenate([self.tokens, tokens])
+        rows = np.nonzero(entering)[0]
+        self.tokens = np.concatenate([self.tokens, ids[entering]])
         self._parents = np.concatenate([self._parents, parents[rows]])
         self._depths = np.concatenate([self._depths, depths[rows]])
-        self._scores = np.concatenate([self._scores, scores])
-        self._rows = np.concatenate([self._rows, np.full(len(tokens), -1)])
+        self._scores = np.concatenate([self._scores, scores[entering]])
+        self._rows = np.concatenate([self._rows, np.full(len(rows), -1)])
         # A stable sort keeps parents before children of equal score, so that the best are always a tree.
-        self._best = np.argsort(-self._scores, kind="stable")[: self._budget.num_nodes]
-        if len(self._best) == self._budget.num_nodes:
-            self._threshold = float(self._scores[self._best[-1]])
+        self._best = np.argsort(-self._scores, kind="stable")[: self.budget.num_nodes]
+        self.value = float(self.budget.values(self._scores[self._best]).max())
 
     def frontier(self, limit: int) -> np.ndarray:
         """The most probable nodes of the tree that have not been expanded and may have children, best first."""
         best = self._best
-        return best[(self._rows[best] < 0) & (self._depths[best] < self._budget.max_depth)][: max(limit, 0)]
+        return best[(self._rows[best] < 0) & (self._depths[best] < self.budget.max_depth)][: max(limit, 0)]
+
+    def probability(self, nodes: np.ndarray) -> float:
+        """How many of `nodes` should be accepted."""
+        return float(np.exp(self._scores[nodes]).sum())
 
     def rows_of_parents(self, nodes: np.ndarray) -> np.ndarray:
         return np.append(self._rows, ROOT)[self._parents[nodes]]
 
-    def mark_expanded(self, nodes: np.ndarray) -> None:
-        self._rows[nodes] = np.arange(self._num_expanded, self._num_expanded + len(nodes))
-        self._num_expanded += len(nodes)
+    def teach(self, tokens: np.ndarray, acceptance: Acceptance) -> None:
+        """Show `acceptance` where among the children of each node that was reached the target's token was."""
+        node, row = ROOT, 0
+        for token in tokens.tolist():
+            logits, ids = self._children[row]
+            found = np.flatnonzero(ids == token)
+            acceptance.observe(logits, int(found[0]) if len(found) else None, self.budget.temperature)
+            reached = np.flatnonzero((self._parents == node) & (self.tokens == token))
+            if not len(reached) or self._rows[reached[0]] < 0:
+                return
+            node, row = int(reached[0]), int(self._rows[reached[0]]) + 1
 
     def tree(self) -> TokenTree:
         index = np.full(len(self.tokens) + 1, ROOT)
         index[self._best] = np.arange(len(self._best))
         return TokenTree(self.tokens[self._best], index[self._parents[self._best]], self._scores[self._best])
 
-
-def _candidates(
-    logits: torch.Tensor, base: np.ndarray, threshold: float, most: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, tokens and cumulative scores of continuations above `threshold`, at most `most` per row."""
-    logits = logits.float()
-    offset = torch.from_numpy(base).to(logits.device) - logits.logsumexp(-1)
-    if threshold == -np.inf:
-        values, tokens = logits.topk(min(most, logits.shape[-1]), dim=-1)
-        scores = (values + offset[:, None]).flatten()
-        rows = torch.arange(len(logits), device=logits.device).repeat_interleave(tokens.shape[-1])
-        tokens = tokens.flatten()
-    else:
-        rows, tokens = (logits > (threshold - offset)[:, None]).nonzero(as_tuple=True)
-        scores = logits[rows, tokens] + offset[rows]
-    return rows.cpu().numpy(), tokens.cpu().numpy(), scores.cpu().numpy()
+    def _threshold(self) -> float:
+        """The score that a candidate must exceed to enter the tree."""
+        full = len(self._best) == self.budget.num_nodes
+        return float(self._scores[self._best[-1]]) if full else -np.inf

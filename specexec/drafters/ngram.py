@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,8 +20,7 @@ class NGramDrafter:
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter."""
         length = min(self._max_length, budget.max_depth)
-        continuations = [context[end : end + length].tolist() for end in self._matches(context)]
-        return _grow(continuations, budget.num_nodes)
+        return grow([context[end : end + length] for end in self._matches(context)], budget.num_nodes)
 
     def _matches(self, context: np.ndarray) -> list[int]:
         """Positions behind earlier occurrences of the longest suffix that has any, the latest first."""
@@ -32,27 +32,37 @@ class NGramDrafter:
         return []
 
 
-def _grow(continuations: list[list[int]], num_nodes: int) -> TokenTree:
-    """The most probable nodes of the trie of `continuations`, where a branch's probability is its share of them."""
+def grow(continuations: Sequence[np.ndarray], num_nodes: int, *, trust: np.ndarray | None = None) -> TokenTree:
+    """The most probable nodes of the trie of `continuations`, best first; one with no token left counts no more.
+
+    A branch's probability is its share of the continuations that reach its parent, times the parent's own, times
+    `trust[depth - 1]`: the probability that any of the guesses at a depth is right, 1 where it is left out.
+    """
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    heap: list[tuple[float, int, int, int, list[list[int]]]] = []  # -score, order of insertion, parent, token, rest
+    heap: list[tuple[float, int, int, int, int, list[int]]] = []  # -score, age, depth, parent, token, who goes there
+    num_pushed = 0
 
-    def push_children(cost: float, node: int, followers: list[list[int]]) -> None:
-        branches: dict[int, list[list[int]]] = {}
-        for continuation in followers:
-            if continuation:
-                branches.setdefault(continuation[0], []).append(continuation[1:])
-        for token, rest in branches.items():
-            share = len(rest) / len(followers)
-            heapq.heappush(heap, (cost - math.log(share), len(tokens) + len(heap), node, token, rest))
+    def push_children(cost: float, depth: int, node: int, followers: list[int]) -> None:
+        nonlocal num_pushed
+        branches: dict[int, list[int]] = {}
+        for follower in followers:
+            if len(continuations[follower]) > depth:
+                branches.setdefault(int(continuations[follower][depth]), []).append(follower)
+        certainty = 1.0 if trust is None else float(trust[min(depth, len(trust) - 1)])
+        for token, there in branches.items():
+            share = certainty * len(there) / len(followers)
+            heapq.heappush(heap, (cost - math.log(share), num_pushed, depth + 1, node, token, there))
+            num_pushed += 1
 
-    push_children(0.0, ROOT, continuations)
+    push_children(0.0, 0, ROOT, list(range(len(continuations))))
     while heap and len(tokens) < num_nodes:
-        cost, _, parent, token, rest = heapq.heappop(heap)
+        cost, _, depth, parent, token, there = heapq.heappop(heap)
+        if token < 0:  # the end of a text
+            continue
         tokens.append(token)
         parents.append(parent)
         scores.append(-cost)
-        push_children(cost, len(tokens) - 1, rest)
+        push_children(cost, depth, len(tokens) - 1, there)
     return TokenTree(np.array(tokens, np.int64), np.array(parents, np.int64), np.array(scores, np.float32))
