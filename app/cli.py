@@ -3,16 +3,23 @@
 Nothing heavy is imported before a command runs, so that `--help` answers at once.
 """
 
+import functools
+import inspect
+import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.exceptions import TyperException
 
 from app import __version__
+
+if TYPE_CHECKING:
+    from app.settings import Resolved
 
 command = typer.Typer(
     name="specexec",
@@ -41,6 +48,10 @@ def _memory(name: str, metavar: str, what: str) -> typer.models.OptionInfo:
     return _option(name, metavar, what, "Memory")
 
 
+def _machine(name: str, metavar: str, what: str) -> typer.models.OptionInfo:
+    return _option(name, metavar, what, "Another machine")
+
+
 def _sampling(name: str, metavar: str, what: str) -> typer.models.OptionInfo:
     return _option(name, metavar, what, "Sampling")
 
@@ -58,15 +69,17 @@ def run(
     prompt: Annotated[_Text, typer.Argument(help="What to answer; standard input where it is left out.")] = None,
     preset: Annotated[_Text, _model("--preset", "NAME|FILE", "Preset; demo unless a target is given.")] = None,
     target: Annotated[_Text, _model("--target", "MODEL", "Directory, .gguf file or Hub id to answer with.")] = None,
-    draft: Annotated[_Text, _model("--draft", "auto|self|ngram|none|MODEL", "Where guesses come from.")] = None,
+    bits: Annotated[_Text, _model("--bits", "16|8|4", "Weights of the target: quantized once, then cached.")] = None,
+    draft: Annotated[_Text, _model("--draft", "auto|self|suffix|graft|none|MODEL", "Where guesses come from.")] = None,
     draft_bits: Annotated[_Text, _model("--draft-bits", "16|4", "4: an NF4 copy of a draft model.")] = None,
     dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What to compute in.")] = None,
     ctx: Annotated[_Text, _model("--ctx", "N", "Most tokens of prompt and answer together.")] = None,
-    budget: Annotated[_Text, _model("--budget", "N", "Most guesses verified in one pass.")] = None,
+    budget: Annotated[_Text, _model("--budget", "auto|N", "Most guesses verified in one pass.")] = None,
     device: Annotated[_Text, _memory("--device", "auto|cpu|cuda", "Where to compute.")] = None,
     device_limit: Annotated[_Text, _memory("--device-limit", "SIZE", "Memory of the device to use, as 8GB.")] = None,
     ram_limit: Annotated[_Text, _memory("--ram-limit", "SIZE", "Main memory to use, as 16GB.")] = None,
     slots: Annotated[_Text, _memory("--slots", "N", "Slots that streamed layers pass through.")] = None,
+    resident: Annotated[_Text, _memory("--resident", "N", "Layers to keep in memory; as many as fit.")] = None,
     temp: Annotated[_Text, _sampling("--temp", "T", "Temperature; 0 is greedy.")] = None,
     top_p: Annotated[_Text, _sampling("--top-p", "P", "Keep the likeliest tokens of this total probability.")] = None,
     top_k: Annotated[_Text, _sampling("--top-k", "K", "Keep the K likeliest tokens; 0 keeps all.")] = None,
@@ -108,6 +121,170 @@ def run(
 
 
 @command.command()
+def plan(
+    context: typer.Context,
+    preset: Annotated[_Text, _model("--preset", "NAME|FILE", "Preset; demo unless a target is given.")] = None,
+    target: Annotated[_Text, _model("--target", "MODEL", "Directory (config.json suffices), .gguf or Hub id.")] = None,
+    bits: Annotated[_Text, _model("--bits", "16|8|4", "Bits per weight at rest.")] = None,
+    draft: Annotated[_Text, _model("--draft", "auto|self|suffix|graft|none|MODEL", "Where guesses come from.")] = None,
+    dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What to compute in.")] = None,
+    ctx: Annotated[_Text, _model("--ctx", "N", "Most tokens of prompt and answer together.")] = None,
+    budget: Annotated[_Text, _model("--budget", "auto|N", "Most guesses verified in one pass.")] = None,
+    gpu: Annotated[_Text, _machine("--gpu", "NAME|none", 'A machine that is not this one: "RTX 4090".')] = None,
+    ram: Annotated[_Text, _machine("--ram", "SIZE", "Main memory of that machine, as 64GB.")] = None,
+    disk_rate: Annotated[_Text, _machine("--disk-rate", "RATE", "Reading rate of its disk, as 3GB/s.")] = None,
+    device: Annotated[_Text, _memory("--device", "auto|cpu|cuda", "Where to compute.")] = None,
+    device_limit: Annotated[_Text, _memory("--device-limit", "SIZE", "Memory of the device to use, as 8GB.")] = None,
+    ram_limit: Annotated[_Text, _memory("--ram-limit", "SIZE", "Main memory to use, as 16GB.")] = None,
+    slots: Annotated[_Text, _memory("--slots", "N", "Slots that streamed layers pass through.")] = None,
+    resident: Annotated[_Text, _memory("--resident", "N", "Layers to keep in memory; as many as fit.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    offline: Offline = False,
+    debug: Debug = False,
+) -> int:
+    """Tell what fits, what streams and how fast it will be, before anything is downloaded."""
+    from app.presets import chosen_settings
+    from app.settings import READERS
+
+    given = {key: value for key, value in context.params.items() if isinstance(value, str)}
+    try:
+        chosen = chosen_settings(preset, {key: value for key, value in given.items() if key in READERS})
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    from app.quiet import quiet_libraries
+
+    quiet_libraries()
+    from app.plan_command import Elsewhere, show_plan
+
+    try:
+        elsewhere = Elsewhere.read(gpu, ram, disk_rate)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return show_plan(chosen, elsewhere, given, as_json=as_json, offline=offline)
+
+
+@command.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Check the installation and this machine, and say how to mend what is wrong."""
+    from app.quiet import quiet_libraries
+
+    quiet_libraries()
+    from app.doctor import examine
+
+    return examine(as_json=as_json)
+
+
+def _with_settings_of_run(function: Callable[..., int]) -> Callable[..., int]:
+    """A command that takes the settings of `run` beside its own options and gets them as `chosen`."""
+    from app.settings import READERS
+
+    own = [each for each in inspect.signature(function).parameters.values() if each.name != "chosen"]
+    shared = [
+        each
+        for each in inspect.signature(run).parameters.values()
+        if each.name in READERS or each.name in ("context", "preset")
+    ]
+
+    @functools.wraps(function)
+    def called(context: typer.Context, preset: str | None, **given: Any) -> int:
+        from app.presets import chosen_settings
+
+        try:
+            chosen = chosen_settings(preset, {key: given[key] for key in READERS if given.get(key)})
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        from app.quiet import quiet_libraries
+
+        quiet_libraries()
+        return function(chosen, **{each.name: given[each.name] for each in own})
+
+    called.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in (*shared, *own)}
+    del called.__wrapped__  # else its annotations would be looked at
+    return called
+
+
+@command.command()
+@_with_settings_of_run
+def chat(
+    chosen: "Resolved",
+    hide_thinking: Annotated[bool, typer.Option("--hide-thinking", help="Do not show <think> blocks.")] = False,
+    offline: Offline = False,
+    debug: Debug = False,
+) -> int:
+    """Talk with a model in the terminal; /help lists what can be typed."""
+    from app.chat import talk
+
+    return talk(chosen, hides_thinking=hide_thinking, offline=offline)
+
+
+@command.command()
+@_with_settings_of_run
+def serve(
+    chosen: "Resolved",
+    host: Annotated[str, _option("--host", "ADDRESS", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _option("--port", "N", "Port to listen on; 0 takes a free one.")] = 8080,
+    api_key: Annotated[_Text, _option("--api-key", "KEY", "Key that clients must give; or SPECEXEC_API_KEY.")] = None,
+    queue: Annotated[int, _option("--queue", "N", "Most requests that may wait.")] = 64,
+    ui: Annotated[bool, typer.Option("--ui/--no-ui", help="Whether to serve the web page at /.")] = True,
+    offline: Offline = False,
+    debug: Debug = False,
+) -> int:
+    """Serve OpenAI's HTTP interface and a web page."""
+    from app.environment import environment_api_key
+    from app.serve import serve_model
+
+    key = api_key or environment_api_key()
+    return serve_model(chosen, host=host, port=port, api_key=key, with_ui=ui, offline=offline, max_waiting=queue)
+
+
+@command.command()
+@_with_settings_of_run
+def bench(
+    chosen: "Resolved",
+    prompts: Annotated[
+        _Text,
+        typer.Argument(metavar="FILE", help="JSONL of question_id, category, turns; the package's own if left out."),
+    ] = None,
+    out: Annotated[
+        str, _option("--out", "DIR", "Where the log, results and plots go; goes on with a log there.")
+    ] = "bench",
+    drafts: Annotated[_Text, _option("--drafts", "A,B", "Drafts to compare; --draft if left out.")] = None,
+    budgets: Annotated[
+        _Text, _option("--budgets", "N,N", "Budgets to compare, auto too; --budget if left out.")
+    ] = None,
+    versus: Annotated[_Text, _option("--vs", "DRAFT", "Draft that the speed-up is against, as none.")] = None,
+    number: Annotated[int | None, _option("--number", "N", "Only so many questions, categories taking turns.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    offline: Offline = False,
+    debug: Debug = False,
+) -> int:
+    """Measure speed and acceptance over questions, drafts and budgets."""
+    from app.settings import READERS
+
+    try:
+        numbers = [READERS["budget"](each) for each in budgets.split(",")] if budgets else [chosen.settings.budget]
+    except ValueError as error:
+        raise typer.BadParameter(f"--budgets: {error}") from error
+    from app.bench import run_bench
+
+    return run_bench(
+        chosen,
+        Path(prompts) if prompts else None,
+        Path(out),
+        drafts=drafts.split(",") if drafts else [chosen.settings.draft],
+        budgets=numbers,
+        versus=versus,
+        number=number,
+        as_json=as_json,
+        offline=offline,
+    )
+
+
+@command.command()
 def pull(
     model: Annotated[str, typer.Argument(metavar="NAME|ID", help="A preset, a Hub id or a .gguf file.")],
     offline: Offline = False,
@@ -133,14 +310,16 @@ def list_presets(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 0, 1 (error), 2 (usage) or 130 (interrupted)."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a console that lacks a character shows a question mark
     try:
         code = command(arguments, prog_name="specexec", standalone_mode=False)
         sys.stdout.flush()
     except (BrokenPipeError, SystemExit):  # typer turns the first into the second where it sees it
         return _end_quietly()
     except (typer.Abort, KeyboardInterrupt):
-        print("specexec: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
     except TyperException as error:
         print(f"specexec: {error.format_message()}", file=sys.stderr)
         return error.exit_code
@@ -149,6 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"specexec: {_one_line(error)}", file=sys.stderr)
         return ERROR
+    if code == INTERRUPTED:  # typer, too, makes this of an interrupt
+        print("specexec: interrupted", file=sys.stderr)
     return code or OK
 
 

@@ -1,28 +1,14 @@
-"""GGUF files to safetensors checkpoints, once, into the cache directory.
+"""The embedded default's GGUF file to a safetensors checkpoint, once.
 
 The conversion runs in a process of its own: it holds the whole model, and its memory must not count against this run's.
 """
 
-import hashlib
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from app.cache import build_once
 from app.progress import watching
-
-
-def converted(source: Path) -> Path:
-    """The checkpoint directory made from the `.gguf` file `source`; converts it unless that was done before."""
-    return build_once(converted_name(source), lambda folder: convert(source, folder))
-
-
-def converted_name(source: Path) -> str:
-    """A cache name that changes when the file does: its name, size and time of change."""
-    status = source.stat()
-    identity = f"{source.resolve()}\n{status.st_size}\n{status.st_mtime_ns}"
-    return f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def convert(source: Path, folder: Path) -> None:

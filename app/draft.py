@@ -4,16 +4,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from app.target import load_tokenizer
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.hardware import Hardware
 from offload.load import Loaded, Outline, load_model, outline
 from offload.plan import Plan, kv_cache_bytes, logits_bytes, plan
 from offload.quantize import nf4_matrices
+from specexec.acceptance import Acceptance
 from specexec.drafters import Drafter
+from specexec.drafters.graft import GraftDrafter
 from specexec.drafters.model import ModelDrafter
 from specexec.drafters.ngram import NGramDrafter
+from specexec.drafters.suffix import SuffixDrafter
 from specexec.lm import CachedLM
 
 
@@ -30,7 +34,11 @@ class DraftModel:
     def memory(self, rows: int, batch: int) -> dict[str, int]:
         """What the draft adds to a plan, in bytes, for `rows` of KV cache and `batch` nodes scored at once."""
         config = self.checkpoint.config
-        weights = sum(unit.resident_bytes for unit in self.outline.layers)
+        layers = self.outline.layers
+        if self.is_nf4:  # held dequantized
+            weights = sum(unit.plain_bytes for unit in layers)
+        else:
+            weights = sum(unit.resident_bytes for unit in layers) + self.outline.unpacked_bytes
         if not self.is_self:
             weights += sum(self.outline.rest_bytes.values())
         return {
@@ -63,7 +71,7 @@ def external_draft(
     directory: Path, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype, *, is_nf4: bool
 ) -> DraftModel:
     """Another model; ValueError unless its token ids mean what the target's mean."""
-    require_same_tokens(tokenizer, AutoTokenizer.from_pretrained(directory))
+    require_same_tokens(tokenizer, load_tokenizer(directory))
     checkpoint = open_checkpoint(directory)
     parts = outline(checkpoint, dtype=dtype, attn_implementation=attention_for(checkpoint))
     return DraftModel(checkpoint, parts, is_self=False, is_nf4=is_nf4, dtype=dtype)
@@ -86,11 +94,16 @@ def attention_for(checkpoint: Checkpoint) -> str | None:
     return "eager" if capped else None
 
 
-def make_drafter(loaded: Loaded | None, kind: str, *, rows: int, vocab_size: int) -> Drafter | None:
-    """The drafter of a run: over a loaded draft model, from the context's own n-grams, or none."""
+def make_drafter(
+    loaded: Loaded | None, kind: str, target: CachedLM, *, is_self: bool, acceptance: Acceptance
+) -> Drafter | None:
+    """The drafter of a run: over a loaded draft model, from repetitions, from both, or none."""
     if loaded is not None:
-        return ModelDrafter(CachedLM(loaded.model, rows, vocab_size=vocab_size))
-    return NGramDrafter() if kind == "ngram" else None
+        rows_of = target if is_self else None
+        lm = CachedLM(loaded.model, target.max_rows, vocab_size=target.vocab_size, rows_of=rows_of)
+        model = ModelDrafter(lm, acceptance=acceptance)
+        return GraftDrafter(model, SuffixDrafter()) if kind == "graft" else model
+    return {"ngram": NGramDrafter, "suffix": SuffixDrafter}.get(kind, lambda: None)()
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

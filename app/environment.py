@@ -8,7 +8,7 @@ from pathlib import Path
 from app.spelling import nearest
 
 PREFIX = "SPECEXEC_"
-_OTHER = {"PRESET", "CACHE", "OFFLINE"}
+_OTHER = {"PRESET", "CACHE", "OFFLINE", "API_KEY"}
 _NO = {"", "0", "false", "no", "off"}
 
 
@@ -25,6 +25,11 @@ def environment_settings(keys: Collection[str]) -> dict[str, str]:
 def environment_preset() -> str | None:
     """The preset that SPECEXEC_PRESET names."""
     return os.environ.get(PREFIX + "PRESET") or None
+
+
+def environment_api_key() -> str | None:
+    """The key that SPECEXEC_API_KEY asks a server's clients for."""
+    return os.environ.get(PREFIX + "API_KEY") or None
 
 
 def is_offline() -> bool:

@@ -4,6 +4,8 @@ import io
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,23 +50,44 @@ def local_snapshot(model_id: str) -> Path | None:
 def download(model_id: str) -> Path:
     """Fetches safetensors, configs and tokenizer; ConnectionError or FileNotFoundError says why it could not."""
     from huggingface_hub import snapshot_download
+
+    with Progress(f"download {model_id}") as progress, _explained(model_id):
+        return Path(snapshot_download(model_id, allow_patterns=_PATTERNS, tqdm_class=_reporting_to(progress)))
+
+
+def describe(model_id: str) -> tuple[Path, str]:
+    """The folder with the model's config, and the type that most of its weights are stored in: no weight is fetched."""
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    with _explained(model_id):
+        config = Path(hf_hub_download(model_id, "config.json"))
+        try:
+            counts = get_safetensors_metadata(model_id).parameter_count
+        except NotASafetensorsRepoError:
+            raise FileNotFoundError(f"{model_id} has no safetensors on the Hub, so it cannot be run") from None
+        return config.parent, max(counts, key=counts.__getitem__)
+
+
+@contextmanager
+def _explained(model_id: str) -> Iterator[None]:
+    """What keeps a model from coming, in one line that says what to do."""
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     if not is_reachable():
         raise ConnectionError(f"cannot reach the Hub to fetch {model_id}: check the network, or give a local directory")
-    with Progress(f"download {model_id}") as progress:
-        try:
-            return Path(snapshot_download(model_id, allow_patterns=_PATTERNS, tqdm_class=_reporting_to(progress)))
-        except GatedRepoError:
-            raise ConnectionError(
-                f"{model_id} is gated: accept its terms on the Hub, then set HF_TOKEN or run `hf auth login`"
-            ) from None
-        except RepositoryNotFoundError:
-            raise FileNotFoundError(
-                f"no model {model_id!r} on the Hub (nor a directory of that name); a private one needs HF_TOKEN"
-            ) from None
-        except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-            raise ConnectionError(f"cannot fetch {model_id} from the Hub: {str(error).splitlines()[0]}") from error
+    try:
+        yield
+    except GatedRepoError:
+        raise ConnectionError(
+            f"{model_id} is gated: accept its terms on the Hub, then set HF_TOKEN or run `hf auth login`"
+        ) from None
+    except RepositoryNotFoundError:
+        raise FileNotFoundError(
+            f"no model {model_id!r} on the Hub (nor a directory of that name); a private one needs HF_TOKEN"
+        ) from None
+    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise ConnectionError(f"cannot fetch {model_id} from the Hub: {str(error).splitlines()[0]}") from error
 
 
 def _reporting_to(progress: Progress) -> type:

@@ -5,13 +5,12 @@ from pathlib import Path
 
 from app import hub, wheel
 from app.cache import cached_folder
-from app.convert import converted, converted_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def locate(name: str, *, offline: bool) -> Path:
-    """The checkpoint directory of `name`, fetched and converted where need be. An existing path wins over a Hub id.
+    """The checkpoint directory or .gguf file of `name`, fetched where need be. An existing path wins over a Hub id.
 
     Raises FileNotFoundError for what is not there, ConnectionError for what cannot be fetched, ValueError for what
     cannot be read: each in one line that says what to do.
@@ -22,7 +21,7 @@ def locate(name: str, *, offline: bool) -> Path:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{name} is a file but not a .gguf: give the directory that holds config.json")
-        return converted(path)
+        return path
     if not _is_hub_id(name):
         raise FileNotFoundError(f"no model {name!r}: neither a directory, nor a .gguf file, nor a Hub id (owner/name)")
     if name == wheel.MODEL_ID and wheel.is_at_hand():
@@ -41,7 +40,7 @@ def is_cached(name: str) -> bool:
     """Whether `locate` needs neither network nor conversion."""
     path = Path(name).expanduser()
     if path.exists():
-        return path.is_dir() or (path.suffix == ".gguf" and cached_folder(converted_name(path)).is_dir())
+        return path.is_dir() or path.suffix == ".gguf"
     if name == wheel.MODEL_ID and cached_folder(wheel.FOLDER).is_dir():
         return True
     return _is_hub_id(name) and hub.local_snapshot(name) is not None

@@ -12,6 +12,7 @@ from app.settings import READERS, Resolved, resolve
 from app.spelling import nearest
 
 DEFAULT = "demo"
+_TABLES = {"acceptance", "hardware"}  # files in `configs/` that are no presets
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def chosen_settings(preset: str | None, flags: Mapping[str, Any]) -> Resolved:
 
 def preset_names() -> list[str]:
     """The built-in presets, sorted."""
-    return sorted(each.name.removesuffix(".toml") for each in files("configs").iterdir() if each.name.endswith(".toml"))
+    names = {each.name.removesuffix(".toml") for each in files("configs").iterdir() if each.name.endswith(".toml")}
+    return sorted(names - _TABLES)
 
 
 def _parse(name: str, content: bytes) -> Preset:

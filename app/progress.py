@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import TextIO
 
@@ -16,6 +17,19 @@ from app.sizes import format_size
 _TERMINAL_INTERVAL_S = 0.1
 _PIPE_INTERVAL_S = 3.0
 _POLL_S = 0.1
+
+Listener = Callable[[str, int, int], None]
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def told(listener: Listener) -> Iterator[None]:
+    """Tells `listener` phase, units done and units in all of every Progress that is made inside."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 class Progress:
@@ -32,9 +46,12 @@ class Progress:
         self._started = self._shown = time.monotonic()
         self._done = self._total = 0
         self._is_visible = False
+        self._listener = _listener.get()
 
     def __call__(self, done: int, total: int) -> None:
         self._done, self._total = max(self._done, done), total
+        if self._listener is not None:
+            self._listener(self._phase, self._done, total)
         now = time.monotonic()
         if total and now - self._shown >= self._interval_s:
             self._shown = now

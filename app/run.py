@@ -1,6 +1,7 @@
 """The command `run`: one prompt, its answer as it comes, one status line."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -32,6 +33,8 @@ def run_prompt(prompt: str, chosen: Resolved, *, raw: bool, as_json: bool, offli
         text, stats = _collect(chain([first], chunks), is_shown=not as_json)
         peak_bytes = peak_rss_bytes()
         _note(status_line(stats, running.raw_link_bps, peak_bytes, running.plan.limit_bytes))
+        if verbose:
+            _compare(stats, running, peak_bytes)
         if as_json:
             print(json.dumps(_report(text, stats, running, peak_bytes)), flush=True)
 
@@ -65,7 +68,10 @@ def _report(text: str, stats: Stats, running: Running, peak_bytes: int) -> dict[
         "preset": running.chosen.preset,
         "target": settings.target,
         "draft": running.draft,
-        "budget": settings.budget,
+        "budget": running.choice.budget,
+        "planned_s_per_pass": running.choice.prediction.s_per_pass,
+        "planned_draft_s": running.choice.prediction.draft_s,
+        "planned_peak_bytes": running.plan.total_bytes,
         "num_resident": len(running.plan.resident),
         "num_streamed": len(running.plan.streamed),
     }
@@ -75,10 +81,24 @@ def _tell(running: Running) -> None:
     """Where every setting came from, and every item of memory."""
     for line in running.chosen.lines():
         _note(line)
+    checkpoint = running.checkpoint
+    if checkpoint.quantization is not None:
+        kept = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in checkpoint.unquantized})
+        _note(f"weights: {checkpoint.quantization}; stored as they are: {', '.join(kept) or 'none'}")
     for name, num_bytes in running.plan.items:
         _note(f"memory: {format_size(num_bytes):>8}  {name}")
     layers = f"{len(running.plan.resident)} layers resident, {len(running.plan.streamed)} streamed"
     _note(f"memory: {format_size(running.plan.total_bytes)} of {format_size(running.plan.limit_bytes)}, {layers}")
+
+
+def _compare(stats: Stats, running: Running, peak_bytes: int) -> None:
+    """Planned against actual."""
+    planned, passes = running.choice.prediction, max(stats.passes, 1)
+    _note(
+        f"planned: {planned.s_per_pass:.3f} s/pass, {planned.draft_s:.3f} s drafting, at most"
+        f" {format_size(running.plan.total_bytes)}; actual: {stats.s_per_pass:.3f} s/pass,"
+        f" {stats.draft_s / passes:.3f} s drafting, {format_size(peak_bytes)}"
+    )
 
 
 def _note(line: str) -> None:

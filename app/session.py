@@ -5,13 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from app.cancel import leave_between_layers
 from app.stats import Stats
+from app.template import Message, render
 from app.textstream import TextStream
+from specexec.budget import Pace
 from specexec.drafters import Drafter
-from specexec.engine import generate
+from specexec.drafters.model import ModelDrafter
+from specexec.engine import Step, TokenLogprob, generate
 from specexec.lm import CachedLM
 from specexec.sampling import SamplingParams, make_sampler
 
@@ -20,10 +23,19 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of the answer, maybe empty, and the sums up to it; the last chunk's stats have a finish_reason."""
+    """A piece of the answer, maybe empty, and the sums up to it; the last chunk's stats have a finish_reason.
+
+    step: the pass that it came from. logprobs: an entry per token of the answer, if asked for; end-of-text has none.
+    """
 
     text: str
     stats: Stats
+    step: Step
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+def _never() -> bool:
+    return False
 
 
 class Session:
@@ -40,32 +52,41 @@ class Session:
         tokenizer: PreTrainedTokenizerBase,
         *,
         ctx: int,
-        budget: int,
+        budget: int | Pace,
         stop_ids: frozenset[int],
         count_streamed: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._target, self._drafter, self._tokenizer = target, drafter, tokenizer
-        self._ctx, self._budget, self._stop_ids = ctx, budget, stop_ids
+        self.target, self.drafter, self._tokenizer = target, drafter, tokenizer
+        self.ctx, self._budget, self._stop_ids = ctx, budget, stop_ids
         self._count_streamed = count_streamed
+        self._is_cancelled: Callable[[], bool] = _never
+        for lm in (target, drafter.lm) if isinstance(drafter, ModelDrafter) else (target,):
+            leave_between_layers(lm, lambda: self._is_cancelled())
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    @property
+    def vocab_size(self) -> int:
+        """How many token ids there are."""
+        return self.target.vocab_size
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of `messages` in the model's own chat template, up to where the answer begins."""
-        if not self._tokenizer.chat_template:
-            raise ValueError("the model has no chat template: use --raw to continue the prompt as plain text")
-        try:
-            text = self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses the messages: {error}") from error
-        return self._encode(text, add_special_tokens=False)
+        ids = self._encode(render(self._tokenizer, messages), add_special_tokens=False)
+        # A template may leave the first token to the tokenizer, or write what that adds as well.
+        begins = self._tokenizer("")["input_ids"][:1]
+        return [*begins, *ids] if begins == [self._tokenizer.bos_token_id] and ids[:1] != begins else ids
 
     def encode_raw(self, text: str) -> list[int]:
         """Token ids of plain text, with whatever the tokenizer puts before it."""
         return self._encode(text, add_special_tokens=True)
 
+    def text_of(self, token: int) -> str:
+        """What one token reads as, a special one too."""
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         bos = self._tokenizer.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] and add_special_tokens else ids
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def stream(
         self,
@@ -74,29 +95,34 @@ class Session:
         *,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        num_logprobs: int | None = None,
+        is_cancelled: Callable[[], bool] = _never,
     ) -> Iterator[Chunk]:
-        """Answers `prompt`, a chunk a pass. ValueError if it is empty or leaves no room for an answer within ctx."""
-        if not prompt:
-            raise ValueError("the prompt is empty")
-        if len(prompt) >= self._ctx:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens and the context holds {self._ctx}, at least one of them for the "
-                f"answer: shorten the prompt or raise --ctx"
-            )
-        room = self._ctx - len(prompt)
+        """Answers `prompt`, a chunk a pass. ValueError if it is empty or leaves no room for an answer within ctx.
+
+        num_logprobs: see generate(). Once `is_cancelled` holds, the pass is left between two layers by Cancelled.
+        """
+        self.require_room(prompt)
+        self._is_cancelled = is_cancelled
+        room = self.ctx - len(prompt)
         sampler = make_sampler(params, self._stop_ids, len(prompt))
         text = TextStream(self._decode, stop)
         stats = Stats(prompt_tokens=len(prompt))
         started, streamed_before = time.perf_counter(), self._count_streamed()
+        computed_before = self.target.num_computed
         for step in generate(
-            self._target,
-            self._drafter,
+            self.target,
+            self.drafter,
             prompt,
             sampler,
             budget=self._budget,
             max_tokens=min(max_tokens or room, room),
             stop=self._stop_ids,
+            num_logprobs=num_logprobs,
         ):
+            if not stats.passes:
+                cached = len(prompt) - (self.target.num_computed - computed_before)
+                stats = replace(stats, cached_tokens=cached, prefill_s=time.perf_counter() - started)
             pieces, num_used = [], 0
             for token in step.tokens:
                 num_used += 1
@@ -119,9 +145,20 @@ class Session:
                 streamed_bytes=self._count_streamed() - streamed_before,
                 finish_reason="stop" if text.is_stopped else step.finish,
             )
-            yield Chunk("".join(pieces), stats)
+            num_shown = num_used - (step.tokens[num_used - 1] in self._stop_ids)
+            yield Chunk("".join(pieces), stats, step, step.logprobs[:num_shown])
             if text.is_stopped:
                 return
+
+    def require_room(self, prompt: Sequence[int]) -> None:
+        """ValueError unless `prompt` has a token, and the context one more for the answer."""
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if len(prompt) >= self.ctx:
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens and the context holds {self.ctx}, at least one of them for the "
+                f"answer: shorten the prompt or raise --ctx"
+            )
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -9,7 +9,7 @@ from typing import Any
 from app.sizes import parse_size
 from app.spelling import nearest
 
-DRAFT_KINDS = ("auto", "self", "ngram", "none")  # anything else names a model
+DRAFT_KINDS = ("auto", "self", "ngram", "suffix", "graft", "none")  # anything else names a model
 
 Reader = Callable[[Any], Any]
 
@@ -55,19 +55,25 @@ def _at_least(low: int) -> Reader:
     return _number(int, f"a whole number of at least {low}", lambda n: n >= low)
 
 
+def _auto_or(read: Reader) -> Reader:
+    return lambda value: None if value == "auto" else read(value)
+
+
 _penalty = _number(float, "between -2 and 2", lambda x: -2 <= x <= 2)
 
 READERS: dict[str, Reader] = {
     "target": _text,
+    "bits": _number(int, "16, 8 or 4", lambda n: n in (16, 8, 4)),
     "draft": _text,
     "draft_bits": _number(int, "16 or 4", lambda n: n in (16, 4)),
     "dtype": _choice("bfloat16", "float16", "float32"),
     "ctx": _at_least(2),
-    "budget": _at_least(1),
+    "budget": _auto_or(_at_least(1)),
     "device": _choice("auto", "cpu", "cuda"),
     "device_limit": _size,
     "ram_limit": _size,
     "slots": _at_least(1),
+    "resident": _at_least(0),
     "temp": _number(float, "0 (greedy) or more", lambda x: 0 <= x < math.inf),
     "top_p": _number(float, "above 0 and at most 1", lambda x: 0 < x <= 1),
     "top_k": _at_least(0),
@@ -88,15 +94,17 @@ class Settings:
     """One run's settings; None stands for what the machine or the context makes of it."""
 
     target: str | None = None
+    bits: int | None = None
     draft: str = "auto"
     draft_bits: int | None = None
     dtype: str | None = None
     ctx: int | None = None
-    budget: int = 64
+    budget: int | None = None
     device: str = "auto"
     device_limit: int | None = None
     ram_limit: int | None = None
     slots: int = 2
+    resident: int | None = None
     temp: float = 0.0
     top_p: float = 1.0
     top_k: int = 0

@@ -10,10 +10,13 @@ class Stats:
     """Counts, seconds and bytes of one answer so far.
 
     tokens: emitted ones, an end-of-text token included. passes: the target's, the prefill included.
+    cached_tokens: how many of the prompt's were not computed again. prefill_s: until the first pass was done.
     elapsed_s: wall-clock time since the answer was asked for. finish_reason: None while it goes on.
     """
 
     prompt_tokens: int
+    cached_tokens: int = 0
+    prefill_s: float = 0.0
     tokens: int = 0
     passes: int = 0
     drafted: int = 0

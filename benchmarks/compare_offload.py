@@ -3,7 +3,7 @@
     python benchmarks/compare_offload.py
 
 Fetches the demo model, widens it 16 times (2.66 GB, the same function), and answers two chat prompts greedily inside a
-memory cgroup of 1.5 GB: with specexec (the demo model's NF4 copy as draft, budget 64), with specexec without a draft,
+memory cgroup of 1.5 GB: with specexec (the demo model's NF4 copy as draft), with specexec without a draft,
 and with accelerate's disk offload. Without a draft the seconds per token do not depend on how many are asked for, so
 fewer are. The floor of a pass is the larger of what its bytes take at the raw O_DIRECT rate, measured in the same run,
 and what the same pass takes with every layer resident. The last line printed is one JSON object.
@@ -22,13 +22,13 @@ from limits import in_cgroup, make_cgroup, raw_rate, widened_demo
 PROMPTS = ("Explain how a refrigerator works.", "Write a short story about a lighthouse keeper and a storm.")
 
 
-def run_specexec(target: Path, draft: str, device_limit: str, max_tokens: int) -> dict:
+def run_specexec(target: Path, draft: str, budget: str, device_limit: str, max_tokens: int) -> dict:
     """Answers PROMPTS with specexec; sums over both."""
     from app.launch import open_session
     from app.presets import chosen_settings
     from offload.hardware import peak_rss_bytes
 
-    flags = {"target": str(target), "draft": draft, "dtype": "bfloat16", "ctx": "1024", "budget": "64"}
+    flags = {"target": str(target), "draft": draft, "dtype": "bfloat16", "ctx": "1024", "budget": budget}
     if draft != "none":
         flags["draft_bits"] = "4"
     if device_limit:
@@ -84,7 +84,16 @@ def compare(arguments: argparse.Namespace) -> dict:
     demo, target = widened_demo(arguments.factor)
     limit = arguments.limit
     folder = None if arguments.no_cgroup else make_cgroup(limit)
-    ours = ["--worker", "specexec", "--target", str(target), "--tokens", str(arguments.tokens)]
+    ours = [
+        "--worker",
+        "specexec",
+        "--target",
+        str(target),
+        "--tokens",
+        str(arguments.tokens),
+        "--budget",
+        arguments.budget,
+    ]
     peer = ["--worker", "accelerate", "--target", str(target), "--tokens", str(arguments.peer_tokens)]
     rates = [raw_rate(target)]
     speculative = in_cgroup(folder, __file__, [*ours, "--draft", str(demo)])
@@ -133,6 +142,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each of specexec's answers")
     parser.add_argument("--peer-tokens", type=int, default=12, help="tokens of each answer without a draft")
     parser.add_argument("--peer-memory", default="600MB", help="accelerate's max_memory for weights that stay")
+    parser.add_argument("--budget", default="auto", help="nodes of specexec's trees, or auto")
     parser.add_argument("--no-cgroup", action="store_true", help="this process is limited already")
     parser.add_argument("--worker", choices=["specexec", "accelerate"], help=argparse.SUPPRESS)
     parser.add_argument("--target", type=Path, help=argparse.SUPPRESS)
@@ -141,7 +151,9 @@ def main() -> None:
     parser.add_argument("--max-memory", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker == "specexec":
-        result = run_specexec(arguments.target, arguments.draft, arguments.device_limit, arguments.tokens)
+        result = run_specexec(
+            arguments.target, arguments.draft, arguments.budget, arguments.device_limit, arguments.tokens
+        )
     elif arguments.worker == "accelerate":
         result = run_accelerate(arguments.target, arguments.max_memory, arguments.tokens)
     else:

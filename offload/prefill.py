@@ -6,7 +6,7 @@ prompt would otherwise take: 8,192 rows of a 70B model are 1.4 GB in 16 bits, se
 
 import torch
 
-PREFILL_ROWS = 1024
+PREFILL_ROWS = 256
 
 
 def chunk_mlps(layers: torch.nn.ModuleList) -> None:

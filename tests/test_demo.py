@@ -93,18 +93,6 @@ def test_a_killed_build_is_neither_trusted_nor_kept(empty_cache):
     assert [each.name for each in folder.iterdir()] == ["config.json"]
 
 
-def test_a_converted_gguf_is_found_again_until_it_changes(empty_cache, monkeypatch, tmp_path):
-    source = tmp_path / "some.gguf"
-    source.write_bytes(b"one")
-    built = []
-    monkeypatch.setattr(convert, "convert", lambda source, folder: built.append(source))
-    first = locate(str(source), offline=True)
-    assert locate(str(source), offline=True) == first
-    source.write_bytes(b"other")
-    assert locate(str(source), offline=True) != first
-    assert built == [source, source]
-
-
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [("GatedRepoError", ConnectionError, "HF_TOKEN"), ("RepositoryNotFoundError", FileNotFoundError, "no model")],

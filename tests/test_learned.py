@@ -1,0 +1,27 @@
+"""What was learned of a pair of models is there in the next run, and a spoilt file does no harm."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from app.learned import recall, remember
+from specexec.acceptance import Acceptance
+
+LOGITS = np.array([2.0, 1.0, 0.0])
+
+
+def test_a_pair_is_recalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECEXEC_CACHE", str(tmp_path))
+    remember("a", Acceptance())
+    assert not list(tmp_path.rglob("*.json"))
+    learned = recall("a")
+    for _ in range(100):
+        learned.observe(LOGITS, 2, 0.0)
+    remember("a", learned)
+    np.testing.assert_array_equal(recall("a").logprobs(LOGITS[None], 0.0), learned.logprobs(LOGITS[None], 0.0))
+    np.testing.assert_array_equal(recall("b").logprobs(LOGITS[None], 0.0), Acceptance().logprobs(LOGITS[None], 0.0))
+    (file,) = tmp_path.rglob("*.json")
+    for spoilt in ("{", "[]", '{"0.00": {}}'):
+        file.write_text(spoilt)
+        np.testing.assert_array_equal(recall("a").logprobs(LOGITS[None], 0.0), Acceptance().logprobs(LOGITS[None], 0.0))

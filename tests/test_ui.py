@@ -1,0 +1,176 @@
+"""The web page in headless Chromium: load, send, stop in prefill, retry, edit, two tabs, reload, phone width."""
+
+import re
+import shutil
+import time
+
+import httpx
+import pytest
+from serving import served, until
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Gradio's own deprecations, some in threads of the server
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+]  # fmt: skip
+DONE = "#status:has-text('ended at the limit')"
+
+
+@pytest.fixture(scope="module")
+def server(chat_model, tmp_path_factory):
+    from app.ui import mounted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECEXEC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        with served(
+            chat_model, draft="self", max_tokens="24", min_tokens="24",
+            make_app=lambda api, host, chosen: mounted(api, host, chosen, api_key=None),
+        ) as running:  # fmt: skip
+            yield running
+
+
+@pytest.fixture(scope="module")
+def browser(server):  # closed before the server is
+    if CHROMIUM is None:
+        pytest.skip("no chromium on this machine (Debian: apt-get install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def open_page(browser, server):
+    """Opens pages that must neither complain nor ask for anything that is not on this machine."""
+    faults, pages = [], []
+
+    def asked(request):
+        if not request.url.startswith((server.url, "data:", "blob:")):
+            faults.append(f"asked for {request.url}")
+
+    def open_one(**options):
+        page = browser.new_page(**options)
+        pages.append(page)
+        page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", asked)
+        page.goto(server.url)
+        page.wait_for_selector("#ask textarea", timeout=30_000)
+        page.wait_for_selector("#model:has-text('draft self')", timeout=30_000)
+        return page
+
+    yield open_one
+    for page in pages:
+        page.close()
+    # A reload breaks off requests that are under way, which Gradio's page reports as errors of its own.
+    assert not [each for each in faults if not re.search("AbortError|Connection errored out", each)]
+
+
+@pytest.fixture
+def slow(server):
+    layer = server.host.running.session.target.model.model.layers[1]
+    handle = layer.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+    yield
+    handle.remove()
+
+
+def send(page, text, *, until_done=True):
+    page.fill("#ask textarea", text)
+    page.keyboard.press("Enter")
+    if until_done:
+        answered(page)
+
+
+def answered(page):
+    page.wait_for_selector(DONE, timeout=30_000)
+    page.wait_for_selector("#chat [aria-label='Retry'], #chat [title='Retry']", timeout=30_000)
+
+
+def num_passes(server):
+    """How many passes the target has made."""
+    return float(re.search(rb"^specexec_target_passes_total (\S+)", server.host.metrics.text(), re.M)[1])
+
+
+def test_a_conversation_survives_retry_edit_undo_and_reload(open_page, server):
+    page = open_page()
+    send(page, "the cat")
+    assert "tokens per pass" in page.inner_text("#status")
+    first = page.inner_text("#chat .bot")
+    before = num_passes(server)
+    page.click("#chat [aria-label='Retry'], #chat [title='Retry']")
+    until(lambda: num_passes(server) > before and not server.host.worker.num_running)
+    page.wait_for_timeout(1000)  # the last line looks like the one before; what follows it is the kept conversation
+    answered(page)
+    assert page.inner_text("#chat .bot")
+    assert first
+    page.get_by_text("Behind the answer").click()
+    page.wait_for_selector("#tree svg circle.accepted")
+    assert page.query_selector_all("#passes rect")
+    page.reload()
+    page.wait_for_selector("#chat .bot", timeout=30_000)
+    assert "the cat" in page.inner_text("#chat .user")
+    page.click("#chat [aria-label='Undo'], #chat [title='Undo']")
+    page.wait_for_function("document.querySelector('#ask textarea').value === 'the cat'")
+    page.click("#new")
+    page.wait_for_selector("#chat .bot", state="detached")
+
+
+def test_an_edited_question_is_answered_anew(open_page):
+    page = open_page()
+    send(page, "one")
+    page.click("#chat [aria-label='Edit'], #chat [title='Edit']")
+    page.fill("#chat textarea", "another")
+    page.click("#chat [aria-label='Submit'], #chat [title='Submit']")
+    page.wait_for_selector("#chat .user:has-text('another')", timeout=10_000)
+    answered(page)
+    assert "another" in page.inner_text("#chat .user")
+
+
+def test_stop_works_in_prefill_and_frees_the_worker(open_page, server, slow):
+    page = open_page()
+    send(page, "the cat", until_done=False)
+    until(lambda: server.host.worker.num_running == 1)
+    page.click("#stop")
+    page.wait_for_selector("#status:has-text('stopped')", timeout=10_000)
+    until(lambda: server.host.worker.num_running == 0, timeout_s=2)
+    assert not page.query_selector("#chat .bot")
+
+
+def test_two_tabs_wait_for_each_other_and_a_closed_one_is_forgotten(open_page, server, slow):
+    pages = [open_page(), open_page()]
+    send(pages[0], "first", until_done=False)
+    until(lambda: server.host.worker.num_running == 1)
+    send(pages[1], "second", until_done=False)
+    pages[1].wait_for_selector("#status:has-text('waiting: 1 before')", timeout=10_000)
+    pages[0].close()
+    until(lambda: server.host.worker.num_waiting == 0)
+    pages[1].click("#stop")
+    until(lambda: server.host.worker.num_running == 0)
+
+
+def test_a_phone_has_room_and_keys_suffice(open_page):
+    page = open_page(viewport={"width": 375, "height": 740}, color_scheme="dark")
+    page.focus("#ask textarea")
+    page.keyboard.type("the cat")
+    page.keyboard.press("Enter")
+    answered(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+def test_a_load_that_fails_is_shown(open_page, server, monkeypatch):
+    def fail(*_, **__):
+        raise FileNotFoundError("no such model anywhere")
+
+    monkeypatch.setattr("app.host.open_session", fail)
+    page = open_page()
+    page.get_by_text("Model", exact=True).first.click()
+    page.click("#preset input")
+    page.get_by_role("option", name="demo").click()
+    page.wait_for_selector("#verdict:has-text('demo'), #verdict:has-text('offline'), #verdict:has-text('SmolLM2')")
+    page.click("#load")
+    page.wait_for_selector("#model:has-text('cannot load: no such model anywhere')", timeout=30_000)
+    assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
