@@ -61,9 +61,9 @@ def run_bench(
     results = summary(log.records, versus)
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "results.md").write_text(markdown(results))
-    plots = draw(results, out)
+    draw(results, out)
     print(json.dumps(results) if as_json else markdown(results))
-    _note(f"bench: written to {out}" + ("" if plots else "; no plots without matplotlib: pip install specexec[bench]"))
+    _note(f"bench: written to {out}")
     return 0
 
 

@@ -1,6 +1,5 @@
 """What a benchmark's log adds up to: one result per draft and budget, a table, plots."""
 
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -82,9 +81,7 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def draw(results: dict[str, Any], out: Path) -> list[Path]:
-    """Writes the plots as PNG; none where matplotlib is missing."""
-    if importlib.util.find_spec("matplotlib") is None:
-        return []
+    """Writes the plots as PNG."""
     from matplotlib.figure import Figure
 
     def save(figure: Figure, name: str) -> Path:

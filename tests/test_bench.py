@@ -110,7 +110,6 @@ def test_a_run_is_resumed_and_reported(chat_model: Path, tmp_path: Path, capsys:
 
 
 def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     record = {"question_id": "q", "category": "x", "turn": 0, "lengths": [1, 3], "times": [0.0, 1.0, 2.0]}
     record |= {"draft_s": 0.5, "link_s": 0.5, "verify_s": 1.0}
     records = [{**record, "draft": draft, "budget": budget} for draft, budget in (("self", 16), ("none", "auto"))]
