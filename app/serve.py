@@ -15,7 +15,7 @@ from app.host import Host
 from app.server import build
 from app.settings import Resolved
 
-_STREAMS_END_S = 5  # answers get their error chunk at once; clients that do not read it are cut off
+_STREAMS_END_S = 3  # answers get their error chunk at once; pages that stay open are cut off
 
 
 def serve_model(
@@ -46,9 +46,10 @@ class GracefulServer(uvicorn.Server):
     """Ends running answers with an error chunk before it closes their connections."""
 
     def __init__(self, app: ASGIApp, models: Host) -> None:
+        # Clients are told what goes wrong; what is left to log is that open pages were cut off at the end.
         super().__init__(
             uvicorn.Config(
-                app, log_level="warning", access_log=False, timeout_graceful_shutdown=_STREAMS_END_S, lifespan="on"
+                app, log_level="critical", access_log=False, timeout_graceful_shutdown=_STREAMS_END_S, lifespan="on"
             )
         )
         self._models = models

@@ -48,7 +48,7 @@ def served(model, *, api_key=None, max_waiting=64, make_app=None, wait=True, **f
             host.close()
 
 
-def until(condition, timeout_s=20.0):
+def until(condition, timeout_s=60.0):
     """Waits for `condition`, or fails."""
     end = time.monotonic() + timeout_s
     while not condition():

@@ -40,7 +40,7 @@ def spawn(chat_model, environment):
 
     def start(code=SLOW, *, columns=80, **changes):
         child = pexpect.spawn(
-            sys.executable, [*code, "chat", "--target", str(chat_model), *OPTIONS], cwd=str(ROOT), timeout=30,
+            sys.executable, [*code, "chat", "--target", str(chat_model), *OPTIONS], cwd=str(ROOT), timeout=120,
             env={**environment, **changes}, dimensions=(24, columns), encoding="utf-8", codec_errors="replace",
         )  # fmt: skip
         spawned.append(child)
@@ -124,7 +124,7 @@ def test_a_signal_while_loading_ends_it(chat_model, environment):
     for number, child in children.items():
         assert child.stdout.readline() == "loading\n"
         child.send_signal(number)
-    ends = {number: (child.communicate(timeout=20)[1], child.returncode) for number, child in children.items()}
+    ends = {number: (child.communicate(timeout=120)[1], child.returncode) for number, child in children.items()}
     assert ends[signal.SIGTERM] == ("", -signal.SIGTERM)
     assert ends[signal.SIGINT] == ("specexec: interrupted\n", 130)
 

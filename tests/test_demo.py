@@ -119,7 +119,7 @@ def test_an_unreachable_hub_is_said(monkeypatch):
 
 @pytest.mark.slow
 def test_the_main_job(demo):
-    """Streams under the preset's limit; peak memory stays within ten percent below it."""
+    """Streams under the preset's limit; what is reserved for a long context and not used stays free."""
     script = "import sys; from app.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", script, "run", "Explain how a refrigerator works", "--max-tokens", "24", "--json"]
     done = subprocess.run([*command, "--offline"], capture_output=True, text=True, check=True)
@@ -127,8 +127,8 @@ def test_the_main_job(demo):
     assert "refrigerator" in report["text"]
     assert report["num_streamed"] > 15
     assert report["streamed_bytes"] > report["passes"] * report["num_streamed"] * 5e6
-    assert report["tokens_per_pass"] > 3
-    assert 0.88 * report["limit_bytes"] < report["peak_bytes"] <= report["limit_bytes"]
+    assert report["tokens_per_pass"] > 2
+    assert 0.75 * report["limit_bytes"] < report["peak_bytes"] <= report["limit_bytes"]
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("24 tokens | ")
     assert str(cache_dir()) not in done.stderr
