@@ -18,7 +18,7 @@ def tree_svg(tree: TokenTree, tokens: Sequence[int], text_of: Callable[[int], st
         return "<p>Nothing was drafted in the last pass.</p>"
     children = _children(tree)
     places = _places(children, len(tree))
-    path = _accepted(tree, tokens)
+    path = tree.path(tokens)
     leaves = max(row for _, row in places.values()) + 1
     step = _ROW if leaves <= _MOST_LABELLED else _DENSE_ROW
     spot = {node: (16 + _COLUMN * depth, 18 + step * row) for node, (depth, row) in places.items()}
@@ -90,16 +90,6 @@ def _places(children: dict[int, list[int]], num_nodes: int) -> dict[int, tuple[i
             places[node] = (depths[node], (own[0] + own[-1]) / 2)
     assert len(places) == num_nodes + 1
     return places
-
-
-def _accepted(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    path: list[int] = []
-    for token in tokens:
-        node = tree.child(path[-1] if path else ROOT, token)
-        if node is None:
-            break
-        path.append(node)
-    return path
 
 
 def _edge(start: tuple[float, float], end: tuple[float, float], *, is_accepted: bool) -> str:

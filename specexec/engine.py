@@ -98,7 +98,7 @@ def generate(
             budget.observe(
                 rows=1 + len(tree), tokens=len(tokens), draft_s=drafted - started, verify_s=verified - drafted
             )
-        path = _guessed(tree, tokens)
+        path = tree.path(tokens)
         logprobs = () if num_logprobs is None else _logprobs(logits, path, tokens, num_logprobs)
         yield Step(tuple(tokens), tree, len(path), drafted - started, verified - drafted, finish, logprobs)
         if finish:
@@ -110,17 +110,6 @@ def _spend(budget: int | Pace, room: int, max_depth: int, temperature: float) ->
     if isinstance(budget, Pace):
         return budget.budget(room, max_depth, temperature)
     return Budget(min(budget, room), max_depth, temperature)
-
-
-def _guessed(tree: TokenTree, tokens: list[int]) -> list[int]:
-    """The nodes that became tokens, in order."""
-    path: list[int] = []
-    for token in tokens:
-        node = tree.child(path[-1] if path else ROOT, token)
-        if node is None:
-            break
-        path.append(node)
-    return path
 
 
 def _logprobs(

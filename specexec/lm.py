@@ -14,7 +14,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, create_masks_for_generate
 
-from specexec.tree import ROOT, TokenTree, ancestors, depths, is_chain
+from specexec.tree import TokenTree, ancestors, depths, is_chain
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -156,13 +156,7 @@ class CachedLM:
         """Keep every row that `context` shares with the committed and pending ones, and drop the rest."""
         tree = TokenTree(self._tokens, self._parents, np.empty(0, np.float32))
         kept = self.num_reusable(context)
-        path: list[int] = []
-        if kept == len(self._context):
-            for token in context[kept:-1].tolist():
-                node = tree.child(path[-1] if path else ROOT, token)
-                if node is None:
-                    break
-                path.append(node)
+        path = tree.path(context[kept:-1].tolist()) if kept == len(self._context) else []
         # Pending nodes are forgotten before rows move: an interrupt in between costs work, never correctness.
         self._context = self._context[:kept]
         self._forget_pending()

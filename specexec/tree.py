@@ -1,5 +1,6 @@
 """A tree of guessed tokens as a struct of arrays; knows nothing of models."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,16 @@ class TokenTree:
         """The child of `node` (or of ROOT) that carries `token`, or None."""
         found = np.flatnonzero((self.parents == node) & (self.tokens == token))
         return int(found[0]) if len(found) else None
+
+    def path(self, tokens: Iterable[int]) -> list[int]:
+        """The nodes that `tokens` pass through from the root, up to the first token that no child carries."""
+        nodes: list[int] = []
+        for token in tokens:
+            node = self.child(nodes[-1] if nodes else ROOT, token)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
 
 
 def empty_tree() -> TokenTree:
