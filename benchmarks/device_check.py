@@ -1,4 +1,4 @@
-"""What only a CUDA machine can show: copy rates, ordering of copies and compute, planned against actual under a VRAM cap.
+"""What only a GPU can show: copy rates, the order of copies and compute, planned against actual under a VRAM cap.
 
     python benchmarks/device_check.py                        # a CUDA GPU: under 8 minutes, 5 GB of disk, no download
     python benchmarks/device_check.py --tiny --device cpu    # every part in seconds, to see that they run
@@ -48,8 +48,8 @@ BUDGETS = (1, 64, 256, 512, 1024)
 TINY_BUDGETS = (1, 8)
 CTX = 64
 LIMIT_S = 420.0
-STALL_S = 0.004
-STALL_CYCLES = 8_000_000  # about as long
+STALL_S = 0.008  # several times what reading and copying a layer of _TINY takes
+STALL_CYCLES = 16_000_000  # about as long
 POISON = 255  # as the bytes of floats: NaN
 TILE_VALUES = 1 << 22
 NO_DRAFT = Draft("none", Curve({1: (1.0, 1.0, 1.0)}, {}, "none"), None, lambda rows, batch: {})
@@ -60,6 +60,7 @@ _LLAMA_70B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "tie_word_em
 _QWEN3_32B = {"vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
 _QWEN3_32B |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False}
 _TINY = _SMALL | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+_LARGER = _SMALL | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 
 
 class OneLayerArena(ArenaStore):
@@ -277,6 +278,8 @@ def pass_times(
     cases: dict[str, dict] = {}
     for cap_bytes in caps:
         try:
+            if cap_bytes > hardware.total_bytes:
+                raise DoesNotFit(f"{hardware.name} has no more than {hardware.total_bytes / 1e9:.1f} GB")
             chosen = plan(parts.layers, fixed=fixed, limit_bytes=cap_bytes, ram_bytes=1 << 60)
             rates = _rates(shape, device, link_bps, rows=max(budgets) + 1)
             _limit_device(device, cap_bytes - context_bytes)
@@ -287,11 +290,11 @@ def pass_times(
                 if device.type == "cuda":
                     case["peak_bytes"] = torch.cuda.max_memory_allocated(device) + context_bytes
                     case["peak_reserved_bytes"] = torch.cuda.max_memory_reserved(device) + context_bytes
-        except (DoesNotFit, torch.OutOfMemoryError, OSError) as error:
+        except (DoesNotFit, torch.OutOfMemoryError) as error:
             case = {"failed": str(error).partition("\n")[0]}
         loaded = None  # its memory must be free before the next cap is set
         _limit_device(device, None)
-        cases[f"{cap_bytes / 1e9:.4g} GB"] = {"cap_bytes": cap_bytes, **case}
+        cases[f"{cap_bytes / 1e9:g} GB"] = {"cap_bytes": cap_bytes, **case}
     return cases
 
 
@@ -307,10 +310,10 @@ def _timed_passes(
         seconds: list[float] = []
         nbytes: list[int] = []
         for _ in range(3):
-            before, start = loaded.streamer.streamed_bytes if loaded.streamer else 0, time.perf_counter()
+            before, start = loaded.streamer.streamed_bytes, time.perf_counter()
             score_tree(target, context, _tree(budget, target.vocab_size)).argmax().item()  # item() waits for the device
             seconds.append(time.perf_counter() - start)
-            nbytes.append((loaded.streamer.streamed_bytes if loaded.streamer else 0) - before)
+            nbytes.append(loaded.streamer.streamed_bytes - before)
         s_per_pass = statistics.median(seconds[1:])  # the first one after a change of size warms up
         predicted = predict(shape, loaded.plan, NO_DRAFT, budget, rates)
         passes[budget] = {
@@ -365,16 +368,21 @@ def check(device: torch.device, *, is_tiny: bool) -> dict[str, object]:
     deadline = time.perf_counter() + LIMIT_S
     hardware = probe(device)
     dtype = torch.bfloat16 if hardware.has_bf16 else torch.float16
-    small = _TINY if is_tiny else _SMALL | {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
     copies = copy_rates(device, (8 if is_tiny else 512) << 20)
     link_bps = copies["pinned_bps"] or copies["pageable_bps"]
-    found: dict[str, object] = {"device": hardware.name, "torch": torch.__version__, "copy": copies}
+    found: dict[str, object] = {
+        "device": hardware.name,
+        "torch": torch.__version__,
+        "dtype": str(dtype),
+        "copy": copies,
+    }
     with tempfile.TemporaryDirectory(prefix="device-check-") as folder:
-        config = AutoConfig.for_model("llama", **small)
-        found["equal_logits"] = equal_logits(Path(folder), config, device)
-        found["ordering"] = ordering(Path(folder), config, device)
+        tiny = AutoConfig.for_model("llama", **_TINY)
+        small = tiny if is_tiny else AutoConfig.for_model("llama", **_LARGER)
+        found["equal_logits"] = equal_logits(Path(folder), small, device)
+        found["ordering"] = ordering(Path(folder), tiny, device)
         print(json.dumps(found), flush=True)
-        targets = {"70B NF4": ("llama", _LLAMA_70B, 4), "32B bf16": ("qwen3", _QWEN3_32B, 16)}
+        targets = {"70B NF4": ("llama", _LLAMA_70B, 4), "32B 16 bits": ("qwen3", _QWEN3_32B, 16)}
         for name, (family, fields, bits) in targets.items():
             config = AutoConfig.for_model(family, **(_TINY if is_tiny else fields))
             checkpoint = store_random(Path(folder), config, bits=bits, dtype=dtype, is_shared=True)
@@ -400,7 +408,7 @@ def main() -> None:
     if arguments.device == "cpu" and not arguments.tiny:
         raise SystemExit("on the CPU this check is only run small: add --tiny")
     quiet_libraries()
-    found = check(torch.device(arguments.device), is_tiny=arguments.tiny)
+    found = check(torch.device(arguments.device, 0), is_tiny=arguments.tiny)
     if not arguments.tiny:
         RESULTS.mkdir(exist_ok=True)
         name = re.sub(r"\W+", "-", str(found["device"])).strip("-").lower()
