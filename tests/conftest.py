@@ -1,10 +1,14 @@
 """What every test file shares: an environment of its own, and one tiny checkpoint that can chat."""
 
 import os
+import signal
 
 import pytest
 import tiny
 from tiny_tokenizer import tiny_tokenizer
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and children inherit that; a handler they do not.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
