@@ -18,7 +18,7 @@ from offload.working import working_bytes
 
 _WORTH_TELLING = 1.05
 _SOME_MODEL = "MODEL"
-_SHARE_OF_DEVICE = 0.94  # of what is free: page tables, stacks and fragments are the kernel's to count, not ours
+_SHARE_OF_MAIN_MEMORY = 0.94  # of what is free: a cgroup counts page tables and stacks too, a process does not
 _SHARE_OF_RAM = 0.9  # of what is free: the rest is for the process itself and for whatever else starts
 
 
@@ -103,8 +103,10 @@ def decide(
 
 def device_limit(hardware: Hardware, asked: int | None, ram_limit: int | None) -> int:
     """Bytes of the compute device that may be used: free memory counts, not total; on a CPU both limits hold."""
-    limits = [asked or int(_SHARE_OF_DEVICE * (hardware.free_bytes + hardware.base_bytes))]
-    if hardware.device.type == "cpu" and ram_limit:
+    on_cpu = hardware.device.type == "cpu"
+    share = _SHARE_OF_MAIN_MEMORY if on_cpu else 1
+    limits = [asked or int(share * (hardware.free_bytes + hardware.base_bytes))]
+    if on_cpu and ram_limit:
         limits.append(ram_limit)
     return min(limits)
 
