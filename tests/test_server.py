@@ -306,15 +306,17 @@ def test_a_full_queue_says_so(chat_model, tmp_path, monkeypatch):
     with served(chat_model, max_waiting=1, api_key="secret") as running:
         hold = threading.Event()
         layer = running.host.running.session.target.model.model.layers[0]
-        layer.register_forward_pre_hook(lambda *_: hold.wait(20) and None)
+        layer.register_forward_pre_hook(lambda *_: hold.wait(120) and None)
         url, key = f"{running.url}/v1/completions", {"authorization": "Bearer secret"}
         assert httpx.post(url, json={"prompt": "x"}).status_code == 401
         assert httpx.post(url, json={"prompt": "x"}, headers={"authorization": "Bearer no"}).status_code == 401
         assert httpx.get(f"{running.url}/health").status_code == 200
         with ThreadPoolExecutor(2) as pool:
             body = {"prompt": "x", "max_tokens": 1}
-            pending = [pool.submit(httpx.post, url, json=body, headers=key, timeout=120) for _ in range(2)]
-            until(lambda: (running.host.worker.num_running, running.host.worker.num_waiting) == (1, 1))
+            worker, pending = running.host.worker, []
+            for waiting in range(2):  # one after the other: the queue's one place must be free for the second
+                pending.append(pool.submit(httpx.post, url, json=body, headers=key, timeout=120))
+                until(lambda: (worker.num_running, worker.num_waiting) == (1, waiting))  # noqa: B023
             full = httpx.post(url, json=body, headers=key)
             assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
             hold.set()
