@@ -12,10 +12,8 @@ import torch
 class Encoding(Protocol):
     """How packed bytes become values; stateless, and the same on every device."""
 
-    def decode(
-        self, payload: torch.Tensor, scales: Sequence[torch.Tensor], shape: tuple[int, ...], *, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """A new tensor of `shape` and `dtype`, on the device of `payload`."""
+    def decode(self, payload: torch.Tensor, scales: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Fills `out`, contiguous and on the device of `payload`, with values in its own shape and type."""
 
 
 @dataclass(frozen=True)

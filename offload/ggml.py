@@ -28,20 +28,17 @@ class Ggml:
     heads: int = 0
     offset: float = 0.0
 
-    def decode(
-        self, payload: torch.Tensor, scales: Sequence[torch.Tensor], shape: tuple[int, ...], *, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, scales: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """The values, computed in fp32 and rounded once."""
-        rows = payload.reshape(shape[0], -1)
+        values = out.view(len(out), -1)
+        rows = payload.reshape(len(out), -1)
         if self.heads:
-            half = shape[0] // self.heads // 2
+            half = len(out) // self.heads // 2
             rows = rows.view(self.heads, half, 2, -1).transpose(1, 2).reshape(rows.shape)
-        values = torch.empty(shape[0], torch.Size(shape[1:]).numel(), dtype=dtype, device=payload.device)
         step = max(1, _CHUNK_VALUES // values.shape[1])
-        for i in range(0, shape[0], step):
+        for i in range(0, len(out), step):
             chunk = self._values(rows[i : i + step])
             values[i : i + step] = (chunk - self.offset if self.offset else chunk).view(-1, values.shape[1])
-        return values.view(shape)
 
     def _values(self, rows: torch.Tensor) -> torch.Tensor:
         if self.kind in _PLAIN:

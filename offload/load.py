@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from offload.checkpoint import Checkpoint
-from offload.layout import Binding, Unit, assign_slots, bind, make_unit, put
+from offload.layout import Binding, Unit, assign_slots, bind, make_unit, put, raw_parts, typed
 from offload.names import Recipe, match
 from offload.overflow import refuse_overflow
 from offload.plan import Plan
@@ -103,7 +103,7 @@ def load_model(
 ) -> Loaded:
     """Loads unit by unit, never holding more than `plan` says.
 
-    `transform(name, parameter)` gives what a resident layer's parameter is replaced by. `share` is a model loaded from
+    `transform(name, tensor)` gives what a stored tensor of a resident layer is replaced by. `share` is a model loaded from
     the same checkpoint whose embedding, norm and head are used instead of being read again. `progress` is told bytes
     done and bytes in all. Raises ValueError for a checkpoint that is not the model, OSError naming the file at fault.
     """
@@ -120,11 +120,12 @@ def load_model(
             _take_over(model, parts.rest, share)
         in_ram = [unit for unit, tier in zip(streamed, plan.tiers, strict=True) if tier == "ram"]
         report = _counting(progress, sum(unit.slot_bytes for unit in (*resident, *in_ram)))
-        _load_resident(model, resident, store, device, transform, report)
+        scratch = _room(parts.unpacked_bytes, device)
+        _load_resident(model, resident, store, device, transform, scratch, report)
         filled = {name for unit in (*parts.rest, *parts.layers) for recipe in unit.recipes for name in recipe.targets}
         model.tie_weights(missing_keys=set(model.state_dict()) - filled, recompute_mapping=False)
         _move_buffers(model, device)
-        streamer = _stream(model, plan, streamed, store, device, report) if streamed else None
+        streamer = _stream(model, plan, streamed, store, device, scratch, report) if streamed else None
     except BaseException:
         store.close()
         raise
@@ -134,7 +135,7 @@ def load_model(
     chunk_mlps(layers)
     if (dtype or checkpoint.dtype) == torch.float16:
         refuse_overflow(model, layers, stem, device)
-    packed = {name for unit in parts.layers for name in unit.packed} if transform is None else set()
+    packed = {name for unit in parts.layers for name in unit.packed}
     named = (*model.named_parameters(), *model.named_buffers())
     loose = [name for name, tensor in named if tensor.is_meta and name not in packed]
     assert not loose, f"left without bytes: {loose}"
@@ -183,6 +184,7 @@ def _load_resident(
     store: WeightStore,
     device: torch.device,
     transform: Transform | None,
+    scratch: torch.Tensor,
     report: Callable[[int], None],
 ) -> None:
     stem, _ = decoder_layers(model)
@@ -191,23 +193,32 @@ def _load_resident(
         store.read_into(unit, stored, lambda: False)
         if device.type != "cpu":
             stored = stored.to(device)
-        if unit.packed and transform is None:
-            bind(unit, model, stored, _room(unit.workspace_bytes, device)).materialize()
+        changes = transform is not None and unit.name.startswith(stem)
+        if changes and not unit.is_encoded:
+            _transform_stored(unit, stored, transform)
+        if unit.packed and not (changes and unit.is_encoded):
+            bind(unit, model, stored, _room(unit.workspace_bytes, device), scratch=scratch).materialize()
         elif unit.packed or unit.workspace_bytes:
             bind(unit, model, stored, _room(unit.parameter_bytes, device), views=False).materialize()
         else:
             bind(unit, model, stored, None)
-        if transform is not None and unit.name.startswith(stem):
-            _transform_in_place(model, unit, transform)
+        if changes and unit.is_encoded:
+            _transform_decoded(unit, model, transform)
         report(unit.slot_bytes)
 
 
-def _transform_in_place(model: PreTrainedModel, unit: Unit, transform: Transform) -> None:
-    for recipe in unit.recipes:
-        for name in recipe.targets:
-            parameter = model.get_parameter_or_buffer(name)
-            with torch.no_grad():
-                parameter.copy_(transform(name, parameter))
+def _transform_stored(unit: Unit, stored: torch.Tensor, transform: Transform) -> None:
+    raw = raw_parts(unit, stored)
+    for entry in (entry for recipe in unit.recipes for entry in recipe.sources):
+        changed = transform(entry.name, typed(raw[entry.name], entry))
+        raw[entry.name].copy_(changed.contiguous().view(-1).view(torch.uint8))
+
+
+def _transform_decoded(unit: Unit, model: PreTrainedModel, transform: Transform) -> None:
+    for name in (target for recipe in unit.recipes for target in recipe.targets):
+        parameter = model.get_parameter_or_buffer(name)
+        with torch.no_grad():
+            parameter.copy_(transform(name, parameter))
 
 
 def _take_over(model: PreTrainedModel, rest: Sequence[Unit], share: PreTrainedModel) -> None:
@@ -234,6 +245,7 @@ def _stream(
     units: Sequence[Unit],
     store: WeightStore,
     device: torch.device,
+    scratch: torch.Tensor,
     report: Callable[[int], None],
 ) -> LayerStreamer:
     """Slots, bindings, hooks and the running ring for the streamed `units`."""
@@ -248,7 +260,8 @@ def _stream(
     workspaces = {signature: _room(nbytes, device) for signature, nbytes in slots.workspace_bytes.items()}
     own_slots = [buffers[slot] for slot in slots.slot_of]
     bindings = [
-        bind(unit, model, buffer, workspaces.get(unit.signature)) for unit, buffer in zip(units, own_slots, strict=True)
+        bind(unit, model, buffer, workspaces.get(unit.signature), scratch=scratch)
+        for unit, buffer in zip(units, own_slots, strict=True)
     ]
     link = (CudaLink if on_gpu else HostLink)(store, units, own_slots)
     streamer = LayerStreamer(units, slots.slot_of, link)

@@ -33,10 +33,9 @@ class Recipe:
     patterns: tuple[str, ...] = ()
     converter: WeightConverter | None = None
 
-    @property
-    def is_encoded(self) -> bool:
-        """Whether a source has to be decoded."""
-        return any(entry.encoding is not None for entry in self.sources)
+    def grows_to(self, dtype: torch.dtype) -> bool:
+        """Whether values in `dtype` take more bytes than what is stored."""
+        return any(entry.encoding is not None or entry.dtype.itemsize < dtype.itemsize for entry in self.sources)
 
     @property
     def parts(self) -> tuple[TensorEntry, ...]:

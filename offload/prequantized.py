@@ -26,20 +26,16 @@ class Scaled:
 
     block: tuple[int, int] = (1, 1)
 
-    def decode(
-        self, payload: torch.Tensor, scales: Sequence[torch.Tensor], shape: tuple[int, ...], *, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, scales: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """The values, computed in fp32 and rounded once."""
-        height = self.block[0] if self.block[0] > 1 else shape[0]
-        values = torch.empty(shape, dtype=dtype, device=payload.device)
-        parts = zip(values.split(height), payload.view(shape).split(height), strict=True)
+        height = self.block[0] if self.block[0] > 1 else len(out)
+        parts = zip(out.split(height), payload.view(out.shape).split(height), strict=True)
         for i, (target, part) in enumerate(parts):  # never all of it in fp32
-            own = [each if height == shape[0] or each.numel() == 1 else each[i : i + 1] for each in scales]
+            own = [each if height == len(out) or each.numel() == 1 else each[i : i + 1] for each in scales]
             wide = part.float()
             if len(own) > 1:
                 wide -= _spread(own[1], self.block, part.shape)
             target.copy_(wide.mul_(_spread(own[0], self.block, part.shape)))
-        return values
 
 
 @dataclass(frozen=True)
@@ -52,16 +48,15 @@ class PackedInts:
     bits: int
     block: tuple[int, int]
 
-    def decode(
-        self, payload: torch.Tensor, scales: Sequence[torch.Tensor], shape: tuple[int, ...], *, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def decode(self, payload: torch.Tensor, scales: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """The values, computed in fp32 and rounded once."""
-        values = self._unpack(payload.view(shape[0], -1))
+        values = self._unpack(payload.view(len(out), -1))
         if len(scales) > 1:
-            values -= _spread(self._unpack(scales[1].T).T[: shape[0]], self.block, shape)
+            values -= _spread(self._unpack(scales[1].T).T[: len(out)], self.block, out.shape)
         else:
             values -= 1 << (self.bits - 1)
-        return values.mul_(_spread(scales[0], self.block, shape)).to(dtype)
+        torch.mul(values, _spread(scales[0], self.block, out.shape), out=values)
+        out.copy_(values)
 
     def _unpack(self, words: torch.Tensor) -> torch.Tensor:
         shifts = torch.arange(0, 32, self.bits, dtype=torch.int32, device=words.device)

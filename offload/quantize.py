@@ -58,18 +58,25 @@ class Nf4:
         few_bits, state = quantize_blockwise(scale - mean, blocksize=_SCALES_PER_BLOCK)
         return {"": payload, ".absmax": few_bits, ".absmax_scale": state.absmax, ".absmax_mean": mean.view(1)}
 
-    def decode(
-        self, payload: torch.Tensor, scales: Sequence[torch.Tensor], shape: tuple[int, ...], *, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The weight that `encode` has rounded, in `dtype`."""
+    def decode(self, payload: torch.Tensor, scales: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """The weight that `encode` has rounded."""
         absmax = scales[0]
         if self.double_quant:
             absmax = dequantize_blockwise(absmax, absmax=scales[1], blocksize=_SCALES_PER_BLOCK) + scales[2]
         if payload.device.type not in ("cpu", "cuda"):
-            return plain_nf4(payload, absmax, shape, dtype=dtype, blocksize=self.blocksize)
-        as_row = torch.Size((1, torch.Size(shape).numel()))  # see _one_row
-        state = QuantState(absmax, shape=as_row, blocksize=self.blocksize, quant_type="nf4", dtype=dtype)
-        return dequantize_4bit(payload.view(-1, 1), state).view(shape)
+            out.copy_(plain_nf4(payload, absmax, out.shape, dtype=out.dtype, blocksize=self.blocksize))
+            return
+        values, packed = out.view(-1), payload.view(-1)
+        step = len(values) if out.device.type == "cuda" else _CHUNK_VALUES // self.blocksize * self.blocksize
+        for i in range(0, len(values), step):  # on the CPU its results are new memory, which is slow unless small
+            row = _one_row(values[i : i + step])
+            scale = absmax[i // self.blocksize : -(-(i + row.numel()) // self.blocksize)]
+            state = QuantState(scale, shape=row.shape, blocksize=self.blocksize, quant_type="nf4", dtype=out.dtype)
+            few_bits = packed[i // 2 : (i + row.numel()) // 2].view(-1, 1)
+            if out.device.type == "cuda":
+                dequantize_4bit(few_bits, state, out=row)
+            else:
+                row.copy_(dequantize_4bit(few_bits, state))
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,9 @@ class Int8:
             scales[i : i + step] = scale
         return {"": payload.view(weight.shape), ".scale": scales.view(weight.shape[:-1])}
 
-    def decode(
-        self, payload: torch.Tensor, scales: Sequence[torch.Tensor], shape: tuple[int, ...], *, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The weight that `encode` has rounded, in `dtype`."""
-        return payload.view(shape).to(dtype).mul_(scales[0].to(dtype)[..., None])
+    def decode(self, payload: torch.Tensor, scales: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """The weight that `encode` has rounded."""
+        out.copy_(payload.view(out.shape)).mul_(scales[0].to(out.dtype)[..., None])
 
 
 def plain_nf4(

@@ -45,10 +45,10 @@ class Shape:
 
     layers: in order of use. rest_bytes: embedding, norm and head, by name. num_weights: what a pass over many tokens
     reads; num_used: what each single token multiplies with, which is less where experts are chosen.
-    decoded_bytes: of quantized matrices in the compute type, those of one module, or 0.
+    decoded_bytes: of matrices that are stored in fewer bytes, in the compute type, those of one module, or 0.
     experts: how many there are and how many each token uses, or None.
     is_eager: whether attention keeps the scores of all pairs of tokens.
-    packed: one of the quantized matrices, where headers tell of them: to measure how fast it is decoded.
+    packed: one of the matrices that are decoded, where headers tell of them: to measure how fast that is.
     """
 
     config: PretrainedConfig
@@ -96,7 +96,7 @@ def shape_of(outline: Outline, dtype: torch.dtype) -> Shape:
     parts = _anatomy_of(outline.model)
     shape = _shape(parts, dtype, outline.layers, outline.rest_bytes, decoded_bytes=outline.unpacked_bytes)
     sources = [entry for recipe in outline.layers[0].recipes for entry in recipe.sources]
-    packed = [entry for entry in sources if entry.encoding is not None]
+    packed = [entry for entry in sources if entry.encoding is not None or entry.dtype.itemsize < dtype.itemsize]
     return replace(shape, packed=max(packed, key=lambda entry: entry.num_values, default=None))
 
 
@@ -112,7 +112,8 @@ def sketch(
     alike = {kind: _sketched_layer(kind, bits, dtype, stored or dtype) for kind in set(parts.layers)}
     rest_bytes = {name: math.prod(shape) * dtype.itemsize for name, shape in parts.rest}
     largest = max(math.prod(shape) for kind in alike for name, shape in kind if is_matrix(name, shape))
-    decoded_bytes = 0 if bits == 16 else largest * dtype.itemsize
+    grows = bits != 16 or (stored or dtype).itemsize < dtype.itemsize
+    decoded_bytes = largest * dtype.itemsize if grows else 0
     return _shape(parts, dtype, [alike[kind] for kind in parts.layers], rest_bytes, decoded_bytes=decoded_bytes)
 
 
@@ -136,6 +137,9 @@ def _anatomy_of(model: PreTrainedModel) -> Anatomy:
 def _sketched_layer(kind: Kind, bits: int, dtype: torch.dtype, stored: torch.dtype) -> SketchedLayer:
     count = sum(math.prod(shape) for _, shape in kind)
     signature = (hash(kind),)
+    if bits == 16 and stored.itemsize < dtype.itemsize:
+        vectors = sum(math.prod(shape) for _, shape in kind if len(shape) == 1) * dtype.itemsize
+        return SketchedLayer(count * stored.itemsize, count * stored.itemsize + vectors, vectors, signature)
     if bits == 16:
         workspace = 0 if stored == dtype else count * dtype.itemsize
         return SketchedLayer(count * stored.itemsize, count * dtype.itemsize, workspace, signature)

@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,8 @@ READ_BYTES = 16 << 20
 def anonymous(nbytes: int) -> torch.Tensor:
     """A page-aligned uint8 buffer of its own mapping: exact in size, given back when the last view goes."""
     memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # large pages take a fifth of the kernel's time at every O_DIRECT request
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 

@@ -63,7 +63,9 @@ def _rounded(encoding, source, entry):
     stored = source.tensors[entry.name]
     weight = load_file(stored.file)[entry.name]
     payload, *scales = encoding.encode(weight).values()
-    return encoding.decode(payload.flatten(), scales, weight.shape, dtype=torch.float32)
+    rounded = torch.empty(weight.shape)
+    encoding.decode(payload.flatten(), scales, rounded)
+    return rounded
 
 
 def _fill(recipe, model, parameter, sources):
