@@ -11,11 +11,11 @@ from specexec.selfcheck import TOLERANCE, tree_attention_error
 
 
 def honours_trees(lm: CachedLM) -> bool:
-    """Whether `lm` gives a tree's branches the logits they have alone; costs four passes once per kind of model."""
+    """Whether `lm` gives a tree's branches the logits they have alone; costs five passes once per kind of model."""
     model = lm.model
     kind = f"{type(model).__name__}, {model.config._attn_implementation} attention, {lm.device.type}"
     key = f"{kind}, transformers {transformers.__version__}, torch {torch.__version__}"
-    file = cache_dir() / "tree_attention.json"
+    file = cache_dir() / "tree_masks.json"
     try:
         known = json.loads(file.read_text())
     except (OSError, ValueError):

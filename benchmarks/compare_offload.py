@@ -28,7 +28,7 @@ def run_specexec(target: Path, draft: str, budget: str, device_limit: str, max_t
     from app.presets import chosen_settings
     from offload.hardware import peak_rss_bytes
 
-    flags = {"target": str(target), "draft": draft, "dtype": "bfloat16", "ctx": "1024", "budget": budget}
+    flags = {"target": str(target), "draft": draft, "ctx": "1024", "budget": budget}
     if draft != "none":
         flags["draft_bits"] = "4"
     if device_limit:
@@ -47,6 +47,7 @@ def run_specexec(target: Path, draft: str, budget: str, device_limit: str, max_t
         return {
             **sums,
             "texts": [text for _, text in answers],
+            "dtype": str(running.session.target.model.dtype).removeprefix("torch."),
             "num_resident": len(running.plan.resident),
             "num_streamed": len(running.plan.streamed),
             "raw_link_bps": running.raw_link_bps,
@@ -127,6 +128,7 @@ def compare(arguments: argparse.Namespace) -> dict:
         "same_text_as_accelerate": all(
             ours.startswith(theirs) for ours, theirs in zip(speculative["texts"], accelerate["texts"], strict=True)
         ),
+        "dtype": speculative["dtype"],
         "num_resident": speculative["num_resident"],
         "num_streamed": speculative["num_streamed"],
         "accelerate_modules_on_disk": accelerate["modules_on_disk"],

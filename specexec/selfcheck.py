@@ -6,26 +6,33 @@ import torch
 from specexec.lm import CachedLM, as_ids, score_tree
 from specexec.tree import TokenTree
 
-TOLERANCE = 0.1  # 16-bit noise is some 0.02; one branch that sees another changes logits by more than this
+TOLERANCE = 0.3  # 16-bit noise is up to 0.12 (EPYC, AVX2), a mask that is not obeyed 1
 
 _PARENTS = np.array([-1, -1, -1, 0, 1, 3])
 _BRANCHES = ((0, 3, 5), (1, 4), (2,))
 
 
 def tree_attention_error(lm: CachedLM) -> float:
-    """Largest relative difference of logits between a three-branch tree scored at once and its branches scored alone.
+    """How far the logits of a three-branch tree, scored at once, are from those of its branches alone.
 
-    Costs four passes and leaves `lm` empty. A model whose error is above TOLERANCE must be given chains.
+    As a part of the distance at which they would be if each node saw all before it, which noise cannot reach and a
+    library that ignores the mask does not stay below. Costs five passes and leaves `lm` empty. A model whose error is
+    above TOLERANCE must be given chains.
     """
     ids = as_ids(np.random.default_rng(0).integers(0, lm.vocab_size, 16))
     context, tokens = ids[:10], ids[10:]
-    lm.clear()
-    together = score_tree(lm, context, TokenTree(tokens, _PARENTS, np.zeros(len(tokens), np.float32)))
+    together = _scored(lm, context, tokens, _PARENTS)
+    unmasked = _scored(lm, context, tokens, np.arange(len(tokens)) - 1)
     errors = []
     for branch in _BRANCHES:
         lm.clear()
         alone = lm.prefill(np.concatenate([context, tokens[list(branch)]]))[0].float()
-        difference = together[1 + branch[-1]].float() - alone
-        errors.append(float(difference.norm() / (alone - alone.mean()).norm()))
+        at = 1 + branch[-1]
+        errors.append(float((together[at] - alone).norm() / (unmasked[at] - alone).norm()))
     lm.clear()
     return float(torch.tensor(errors).max())  # NaN if any is
+
+
+def _scored(lm: CachedLM, context: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> torch.Tensor:
+    lm.clear()
+    return score_tree(lm, context, TokenTree(tokens, parents, np.zeros(len(tokens), np.float32))).float()
