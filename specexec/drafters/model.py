@@ -5,9 +5,9 @@ import time
 import numpy as np
 import torch
 
-from specexec.acceptance import NUM_CHILDREN, Acceptance
-from specexec.budget import Budget
-from specexec.lm import CachedLM
+from specexec.acceptance import NUM_CHILDREN, Acceptance, AsScored
+from specexec.budget import Budget, CostCurve
+from specexec.drafters import DraftLM
 from specexec.tree import ROOT, TokenTree
 
 _LEARNING = 0.2
@@ -19,28 +19,29 @@ class ModelDrafter:
     Each step runs the most probable unexpanded nodes of the best `num_nodes` so far through the model as one batch and
     adds their children to the pool (SpecExec, arXiv 2406.02532, algorithm 2). It ends when every node that could still
     gain a child inside the budget has been expanded: the tree is then the most probable one of its size. Where time
-    matters (`budget.rate`), it ends before the first step that should bring less than the time it takes.
+    matters (`budget.rate`), a step takes only the nodes that should bring more than their rows cost, and the tree is done
+    when there are none.
 
     acceptance: what the draft's scores are worth; it learns from each proposal's outcome, which the next context shows.
     """
 
-    def __init__(self, lm: CachedLM, *, max_batch: int = 32, acceptance: Acceptance | None = None) -> None:
+    def __init__(self, lm: DraftLM, *, max_batch: int = 32, acceptance: Acceptance | AsScored | None = None) -> None:
         self.lm = lm
         self.max_batch = max_batch
         self.acceptance = acceptance or Acceptance()
         self._proposed: tuple[np.ndarray, _Pool] | None = None
-        self._step_s = 0.0  # seconds of a step, fading
+        self._step_s = CostCurve()  # of a step, by its rows
         self._yields: list[float] = []  # value gained per probability expanded, by number of the step
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter."""
         self._learn(context)
         pool = _Pool(budget, self.acceptance)
-        room = self.lm.max_rows - len(context)
         pool.add_children(self.lm.prefill(context), np.array([ROOT]))
+        room = self.lm.num_free
         batch = max(self.max_batch, budget.num_nodes // 8)
         step = 0
-        while len(nodes := pool.frontier(min(batch, room))) and self._pays(step, pool, nodes):
+        while len(nodes := self._paying(step, pool, pool.frontier(min(batch, room)))):
             self._expand(step, pool, nodes)
             room -= len(nodes)
             step += 1
@@ -51,20 +52,23 @@ class ModelDrafter:
         started, before = time.perf_counter(), pool.value
         logits = self.lm.extend(pool.tokens[nodes], pool.rows_of_parents(nodes))
         pool.add_children(logits, nodes)
-        gained = (pool.value - before) / pool.probability(nodes)
+        gained = (pool.value - before) / float(pool.probabilities(nodes).sum())
         if step == len(self._yields):
             self._yields.append(gained)
         self._yields[step] += _LEARNING * (gained - self._yields[step])
-        self._step_s += _LEARNING * (time.perf_counter() - started - self._step_s)
+        self._step_s.observe(len(nodes), time.perf_counter() - started)
 
-    def _pays(self, step: int, pool: "_Pool", nodes: np.ndarray) -> bool:
-        """Whether expanding `nodes` should bring more tokens than the time could bring otherwise.
+    def _paying(self, step: int, pool: "_Pool", nodes: np.ndarray) -> np.ndarray:
+        """The first of `nodes`, best first, that should bring more tokens than their time could bring otherwise.
 
         The first step is always taken: a time that was bad once would otherwise never be measured again.
         """
-        if not pool.budget.rate or step == 0 or step >= len(self._yields):
-            return True
-        return self._yields[step] * pool.probability(nodes) > pool.budget.rate * self._step_s
+        if not pool.budget.rate or step >= len(self._yields) or not len(nodes):
+            return nodes
+        gains = self._yields[step] * np.cumsum(pool.probabilities(nodes))
+        gains -= pool.budget.rate * self._step_s(np.arange(1, len(nodes) + 1))
+        best = int(gains.argmax())
+        return nodes[: best + 1] if gains[best] > 0 or step == 0 else nodes[:0]
 
     def _learn(self, context: np.ndarray) -> None:
         """Compare the last proposal with what has become of it."""
@@ -79,7 +83,7 @@ class ModelDrafter:
 class _Pool:
     """All candidates seen so far, parents before children, as growing arrays."""
 
-    def __init__(self, budget: Budget, acceptance: Acceptance) -> None:
+    def __init__(self, budget: Budget, acceptance: Acceptance | AsScored) -> None:
         self.budget = budget
         self.value = 0.0  # of the best tree so far, in tokens
         self._acceptance = acceptance
@@ -118,14 +122,14 @@ class _Pool:
         best = self._best
         return best[(self._rows[best] < 0) & (self._depths[best] < self.budget.max_depth)][: max(limit, 0)]
 
-    def probability(self, nodes: np.ndarray) -> float:
-        """How many of `nodes` should be accepted."""
-        return float(np.exp(self._scores[nodes]).sum())
+    def probabilities(self, nodes: np.ndarray) -> np.ndarray:
+        """How likely each of `nodes` is accepted."""
+        return np.exp(self._scores[nodes], dtype=np.float64)
 
     def rows_of_parents(self, nodes: np.ndarray) -> np.ndarray:
         return np.append(self._rows, ROOT)[self._parents[nodes]]
 
-    def teach(self, tokens: np.ndarray, acceptance: Acceptance) -> None:
+    def teach(self, tokens: np.ndarray, acceptance: Acceptance | AsScored) -> None:
         """Show `acceptance` where among the children of each node that was reached the target's token was."""
         node, row = ROOT, 0
         for token in tokens.tolist():
