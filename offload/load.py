@@ -103,9 +103,9 @@ def load_model(
 ) -> Loaded:
     """Loads unit by unit, never holding more than `plan` says.
 
-    `transform(name, tensor)` gives what a stored tensor of a resident layer is replaced by. `share` is a model loaded from
-    the same checkpoint whose embedding, norm and head are used instead of being read again. `progress` is told bytes
-    done and bytes in all. Raises ValueError for a checkpoint that is not the model, OSError naming the file at fault.
+    `transform(name, tensor)` gives what a stored tensor of a resident layer is replaced by. `share` is a model loaded
+    from the same checkpoint whose embedding, norm and head are used instead of being read again. `progress` is told
+    bytes done and bytes in all. Raises ValueError for a checkpoint that is not the model, OSError naming the file.
     """
     device = torch.device(device)
     parts = outline(checkpoint, dtype=dtype, attn_implementation=attn_implementation)

@@ -19,8 +19,8 @@ class ModelDrafter:
     Each step runs the most probable unexpanded nodes of the best `num_nodes` so far through the model as one batch and
     adds their children to the pool (SpecExec, arXiv 2406.02532, algorithm 2). It ends when every node that could still
     gain a child inside the budget has been expanded: the tree is then the most probable one of its size. Where time
-    matters (`budget.rate`), a step takes only the nodes that should bring more than their rows cost, and the tree is done
-    when there are none.
+    matters (`budget.rate`), a step takes only the nodes that should bring more than their rows cost, and the tree is
+    done when there are none.
 
     acceptance: what the draft's scores are worth; it learns from each proposal's outcome, which the next context shows.
     """
