@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from offload.entries import TensorEntry
 from offload.layout import decode
+from offload.product import linear
 from offload.store import READ_BYTES, anonymous, open_for_reading, pin, unpin
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -138,7 +139,7 @@ def _mlp_s(weights: torch.Tensor, rows: int) -> float:
         _wait_for(weights.device)
         start = time.perf_counter()
         for gate, up, down in weights:
-            F.linear(F.silu(F.linear(tokens, gate)) * F.linear(tokens, up), down.view(weights.shape[-1], -1))
+            linear(F.silu(linear(tokens, gate)) * linear(tokens, up), down.view(weights.shape[-1], -1))
         _wait_for(weights.device)
         times.append((time.perf_counter() - start) / len(weights))
     return statistics.median(times[1:])  # the first one warms up

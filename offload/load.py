@@ -17,6 +17,7 @@ from offload.names import Recipe, match
 from offload.overflow import refuse_overflow
 from offload.plan import Plan
 from offload.prefill import chunk_mlps
+from offload.product import put_weights_first
 from offload.store import ArenaStore, FileStore, WeightStore, anonymous
 from offload.stream import CudaLink, HostLink, LayerStreamer
 
@@ -133,6 +134,7 @@ def load_model(
         store.close()
     stem, layers = decoder_layers(model)
     chunk_mlps(layers)
+    put_weights_first(model)
     if (dtype or checkpoint.dtype) == torch.float16:
         refuse_overflow(model, layers, stem, device)
     packed = {name for unit in parts.layers for name in unit.packed}
