@@ -11,6 +11,7 @@ import torch
 from app.spelling import nearest
 from offload.hardware import (
     CPU_LAYER_S,
+    CPU_LINK_COST,
     CPU_VALUE_S,
     GPU_LAYER_S,
     Hardware,
@@ -118,6 +119,7 @@ def _cpu_machine(cpu: dict[str, Any], reached: dict[str, Any], ram: int, disk: f
         cpu["memory_gbps"] * reached["memory"] * 1e9,
         CPU_LAYER_S,
         CPU_VALUE_S / _NUM_CORES,
+        link_cost=CPU_LINK_COST,
     )
     hardware = Hardware(torch.device("cpu"), "CPU", ram, int(0.9 * ram), 0, ram, int(0.9 * ram), True)
     return Machine(hardware, rates, (f"no GPU, the CPU computes ({cpu['source']})", host))

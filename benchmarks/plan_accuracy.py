@@ -3,8 +3,9 @@
     python benchmarks/plan_accuracy.py
 
 The demo model widened 16 times (2.66 GB) runs in a cgroup of 1.5 GB in bf16, int8, NF4 and as GGUF (Q8_0; Q4_K, with
-Q5_0 where rows are no multiple of 256, as llama.cpp mixes them). Trees of a fixed size are made up: what is guessed
-does not change what a pass costs. Passes behind the prefill count, by their median. Then bf16 again with 0, 10 and 20
+Q5_0 where rows are no multiple of 256, as llama.cpp mixes them). The machine's own compute type is used: bf16, or fp32
+where the CPU has no bf16 instructions. Trees of a fixed size are made up: what is guessed does not change what a pass
+costs. Passes behind the prefill count, by their median. Then bf16 again with 0, 10 and 20
 of 30 layers resident and no cgroup, since 20 are larger than it. The last line printed is one JSON object.
 """
 
@@ -58,7 +59,7 @@ class AnyTree:
 
 def measure(target: str, bits: str, resident: str, passes: int, budget: str) -> dict:
     """Planned and actual figures of `passes` passes behind the prefill."""
-    flags = {"target": target, "draft": "none", "dtype": "bfloat16", "ctx": "512", "budget": budget, "seed": "1"}
+    flags = {"target": target, "draft": "none", "ctx": "512", "budget": budget, "seed": "1"}
     flags |= {"bits": bits} if bits else {}
     flags |= {"resident": resident} if resident else {}
     quiet_libraries()
@@ -71,6 +72,7 @@ def measure(target: str, bits: str, resident: str, passes: int, budget: str) -> 
         streamed = [late.streamed_bytes - early.streamed_bytes for early, late in pairs]
         prediction = running.choice.prediction
         return {
+            "dtype": str(running.session.target.model.dtype).removeprefix("torch."),
             "planned_s_per_pass": prediction.s_per_pass,
             "planned_link_s": prediction.link_s,
             "planned_compute_s": prediction.compute_s,

@@ -26,11 +26,12 @@ _SAMPLE_BUFFER_BYTES = (
 )  # as large as slots are: one that stays in a cache reads up to half faster than weights
 _PROBE_BYTES = 64 << 20
 _PROBE_COPIES = 64
-_PROBE_S = 0.08
+_PROBE_S = 0.2
 _NUM_COPIES = 8
 # Norms, rotary embedding, attention, residuals and the Python around them: measured on one AVX-512 core.
 CPU_LAYER_S = 1.6e-3
 CPU_VALUE_S = 2.8e-8
+CPU_LINK_COST = 0.2  # two cores multiplied matrices 25 to 35 % slower while the disk was read at 1.4 GB/s
 GPU_LAYER_S = 2.5e-4  # launching some fifteen kernels from Python
 
 
@@ -54,7 +55,7 @@ class Rates:
 
     flops: of dense matrices in the compute type. layer_s, value_s: what a layer costs beside its matrices, and for each
     value of a hidden state. decode_bps: quantized bytes and the bytes made of them together; None where only memory
-    bounds it.
+    bounds it. link_cost: seconds of computing lost in each second that the link runs, where both share one memory.
     """
 
     link_bps: float
@@ -64,6 +65,7 @@ class Rates:
     layer_s: float
     value_s: float = 0.0
     decode_bps: float | None = None
+    link_cost: float = 0.0
 
 
 def probe(device: str | torch.device = "cpu") -> Hardware:
@@ -117,7 +119,7 @@ def measure_read_bps(files: Iterable[Path], most_bytes: int = 512 << 20) -> floa
 def measure_rates(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int], *, rows: int, disk_bps: float
 ) -> Rates:
-    """Rates of this machine for `rows` tokens at once and MLPs of `shape` (inner, hidden), in a fifth of a second."""
+    """Rates of this machine for `rows` tokens at once and MLPs of `shape` (inner, hidden), in half a second."""
     hidden = shape[1]
     inner = min(shape[0], max(64, _PROBE_BYTES // (3 * hidden * dtype.itemsize)))
     copies = min(_PROBE_COPIES, max(1, _PROBE_BYTES // (3 * inner * hidden * dtype.itemsize)))
@@ -126,7 +128,7 @@ def measure_rates(
     together = max(alone, _mlp_s(weights, rows))
     flops, memory_bps = 2 * rows * weights[0].numel() / together, weights[0].nbytes / alone
     if device.type == "cpu":
-        return Rates(math.inf, disk_bps, flops, memory_bps, CPU_LAYER_S, CPU_VALUE_S)
+        return Rates(math.inf, disk_bps, flops, memory_bps, CPU_LAYER_S, CPU_VALUE_S, link_cost=CPU_LINK_COST)
     return Rates(_copy_bps(device), disk_bps, flops, memory_bps, GPU_LAYER_S)
 
 

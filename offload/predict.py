@@ -106,9 +106,8 @@ def predict(target: Shape, plan: Plan, draft: Draft, budget: int, rates: Rates) 
     compute_s = compute_seconds(target, budget + 1, rates)
     slot_bytes = min(dict(plan.items)["slots"], plan.streamed_bytes)
     prefetched_s = min(draft_s, link_s * slot_bytes / plan.streamed_bytes) if plan.streamed_bytes else 0.0
-    return Prediction(
-        link_s, compute_s, max(link_s - prefetched_s, compute_s), draft_s, draft.curve.tokens_per_pass(budget)
-    )
+    s_per_pass = max(link_s - prefetched_s, compute_s + rates.link_cost * link_s)
+    return Prediction(link_s, compute_s, s_per_pass, draft_s, draft.curve.tokens_per_pass(budget))
 
 
 def link_seconds(plan: Plan, rates: Rates) -> float:
