@@ -7,6 +7,7 @@ rest is computed.
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, create_masks_for_generate
 
+from specexec.features import FeatureTap
 from specexec.tree import TokenTree, ancestors, depths, is_chain
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -111,6 +113,7 @@ class CachedLM:
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
         self._patterns = _attention_patterns(model)
         self._cache = RowCache(config.num_hidden_layers, max_rows)
+        self._taps: list[FeatureTap] = []
         self.num_computed = 0
         self.clear()
 
@@ -119,11 +122,28 @@ class CachedLM:
         """Rows of the context that need not be computed again."""
         return len(self._context)
 
+    @property
+    def num_free(self) -> int:
+        """Rows left behind the context and the pending tree."""
+        return self.max_rows - self._cache.num_rows
+
     def num_reusable(self, context: np.ndarray) -> int:
         """How many leading tokens of `context` the committed rows already cover; its last token never counts."""
         shared = min(len(self._context), len(context) - 1)
         differing = np.flatnonzero(self._context[:shared] != context[:shared])
         return int(differing[0]) if len(differing) else shared
+
+    def tap(self, layers: Sequence[int], *, final_norm: bool = False) -> FeatureTap:
+        """Keep what `layers` put out from now on (see FeatureTap); rows that passes have computed so far are forgotten.
+
+        Raises ValueError for ids of layers that the model does not have, and for a copy that reads another's rows.
+        """
+        if self._rows_of is not None:
+            raise ValueError("rows read from another model come without features: tap that model")
+        tap = FeatureTap(self.model, layers, self.max_rows, final_norm=final_norm, commit=self._commit)
+        self._taps.append(tap)
+        self.clear()
+        return tap
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -152,8 +172,8 @@ class CachedLM:
         return self._forward(context[len(self._context) :], tokens, parents)
 
     @torch.inference_mode()
-    def _commit(self, context: np.ndarray) -> None:
-        """Keep every row that `context` shares with the committed and pending ones, and drop the rest."""
+    def _commit(self, context: np.ndarray) -> int:
+        """Keep every row that `context` shares with the committed and pending ones, drop the rest, count the kept."""
         tree = TokenTree(self._tokens, self._parents, np.empty(0, np.float32))
         kept = self.num_reusable(context)
         path = tree.path(context[kept:-1].tolist()) if kept == len(self._context) else []
@@ -163,10 +183,11 @@ class CachedLM:
         self._cache.num_rows = kept
         if path and path != list(range(len(path))):
             rows = torch.tensor(path, device=self.device) + kept
-            for layer in self._cache.layers:
-                layer.move(rows, kept)
+            for part in (*self._cache.layers, *self._taps):
+                part.move(rows, kept)
         self._context = context[: kept + len(path)].copy()
         self._cache.num_rows = len(self._context)
+        return len(self._context)
 
     def _forget_pending(self) -> None:
         self._tokens = self._parents = self._depths = np.empty(0, np.int64)
@@ -194,15 +215,18 @@ class CachedLM:
         positions = np.concatenate([np.arange(len(context)), len(context) - 1 + deep])
         # The rows to compute: the context's tail and the new nodes; those between them are pending already.
         queries = np.r_[len(self._context) : len(context), len(context) + len(self._parents) : len(positions)]
-        output = self.model(
-            input_ids=torch.from_numpy(np.concatenate([tail, tokens]))[None].to(self.device),
-            position_ids=torch.from_numpy(positions[queries])[None].to(self.device),
-            # Text without branches needs no mask of ours: the library's own is causal.
-            attention_mask=None if is_chain(parents) else self._masks(queries, positions, seen),
-            cache=self._cache,
-            use_cache=True,
-            logits_to_keep=min(len(tail), 1) + len(tokens),
-        )
+        with ExitStack() as listening:
+            for tap in self._taps:
+                listening.enter_context(tap.listening(self._cache.num_rows))
+            output = self.model(
+                input_ids=torch.from_numpy(np.concatenate([tail, tokens]))[None].to(self.device),
+                position_ids=torch.from_numpy(positions[queries])[None].to(self.device),
+                # Text without branches needs no mask of ours: the library's own is causal.
+                attention_mask=None if is_chain(parents) else self._masks(queries, positions, seen),
+                cache=self._cache,
+                use_cache=True,
+                logits_to_keep=min(len(tail), 1) + len(tokens),
+            )
         self.num_computed += len(tail)
         self._context, self._tokens = context, np.concatenate([self._tokens, tokens])
         self._parents, self._depths, self._seen = parents, deep, seen

@@ -134,7 +134,7 @@ class _Pool:
         node, row = ROOT, 0
         for token in tokens.tolist():
             logits, ids = self._children[row]
-            found = np.flatnonzero(ids == token)
+            found = np.flatnonzero((ids == token) & np.isfinite(logits))  # a small vocabulary's ranks end in -inf
             acceptance.observe(logits, int(found[0]) if len(found) else None, self.budget.temperature)
             reached = np.flatnonzero((self._parents == node) & (self.tokens == token))
             if not len(reached) or self._rows[reached[0]] < 0:
