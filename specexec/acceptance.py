@@ -78,6 +78,17 @@ class Acceptance:
         return key
 
 
+class AsScored:
+    """Takes a draft's probability of a token for that of its acceptance, as published methods do, and never learns."""
+
+    def logprobs(self, logits: np.ndarray, temperature: float) -> np.ndarray:
+        """As Acceptance.logprobs."""
+        return _log_softmax(logits / (temperature or 1.0)).astype(np.float32)
+
+    def observe(self, logits: np.ndarray, index: int | None, temperature: float) -> None:
+        """As Acceptance.observe."""
+
+
 def _log_softmax(scores: np.ndarray) -> np.ndarray:
     shifted = scores - scores.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

@@ -19,6 +19,8 @@ _TRIAL = 6  # drafted passes before a draft is judged
 _PAUSE = 4  # passes without a draft that did not pay; doubled each time
 _WIDE = 1.3  # a larger ratio of neighbouring row counts is a gap in what is known
 _STALE = 150  # measurements, after which one that was not renewed is forgotten
+_WORTH = 0.99  # of plain decoding's rate: a draft that costs nothing must not be paused for the noise of the clock
+_FREE = 0.01  # of a pass: what takes less has cost nothing
 _LEAST = 0.1  # of a measured pass, whatever its slope says: something is always paid
 
 
@@ -120,15 +122,19 @@ class CostCurve:
 class Pace:
     """Chooses each pass's budget from what passes have cost and brought: `--budget auto`.
 
-    most: never more nodes than this. A draft that does not pay is paused (`is_paused`) and tried again later.
+    most: never more nodes than this. A draft that does not pay is paused (`is_paused`) and tried again later;
+    `num_paused` passes have gone without it so far. One that guesses nothing in no time costs nothing: such passes are
+    no trial of it.
     """
 
     def __init__(self, most: int = 1024) -> None:
         self._most = most
         self._verify = CostCurve()
-        self._sums = {True: np.zeros(2), False: np.zeros(2)}  # by whether a draft ran: tokens, seconds, fading
+        self._sums = np.zeros(2)  # tokens and seconds of passes with a draft, fading
+        self._tried = np.zeros(2)  # the same, of those only that verified guesses or took time to guess
         self._num_trials = 0
         self._pause, self._left = _PAUSE, 0
+        self.num_paused = 0
 
     @property
     def is_paused(self) -> bool:
@@ -139,32 +145,34 @@ class Pace:
         """What the next proposal may spend; no nodes at all while drafting is paused."""
         if self.is_paused:
             return Budget(0, max_depth, temperature)
-        rate = self._rate(True)
-        if not rate:
+        tokens, seconds = self._sums
+        if not seconds:
             return Budget(min(room, self._most, _FIRST_NODES), max_depth, temperature)
         tried = max(2 * self._verify.most_rows, _FIRST_NODES)  # at most a doubling, so that a knee is met gently
+        rate = max(float(tokens / seconds), 1 / self._verify.least_s)  # plain decoding is always to be had
         return Budget(min(room, self._most, tried), max_depth, temperature, rate, self._verify)
 
     def observe(self, *, rows: int, tokens: int, draft_s: float, verify_s: float) -> None:
         """Learn what a pass over `rows` rows (root and nodes) has cost and brought; the prefill is not such a pass."""
         self._verify.observe(rows, verify_s)
-        drafted = not self.is_paused
-        self._sums[drafted] = self._sums[drafted] * _MEMORY + (tokens, draft_s + verify_s)
-        if not drafted:
+        if self.is_paused:
             self._left -= 1
+            self.num_paused += 1
+            return
+        cost = tokens, draft_s + verify_s
+        self._sums = self._sums * _MEMORY + cost
+        if rows == 1 and draft_s < _FREE * verify_s:
             return
         self._num_trials += 1
+        self._tried = self._tried * _MEMORY + cost
         if self._num_trials < _TRIAL:
             return
-        if self._rate(True) * self._verify.least_s < 1:  # plain decoding gives one token in that time, or in less
+        worth = self._tried[0] / self._tried[1] * self._verify.least_s  # plain decoding: one token in that time
+        if worth < _WORTH:
             self._left, self._pause = self._pause, min(2 * self._pause, 512)
-            self._num_trials, self._sums[True] = 0, np.zeros(2)
+            self._num_trials, self._sums, self._tried = 0, np.zeros(2), np.zeros(2)
         elif self._num_trials > 4 * _TRIAL:
             self._pause = _PAUSE
-
-    def _rate(self, drafted: bool) -> float:
-        tokens, seconds = self._sums[drafted]
-        return float(tokens / seconds) if seconds else 0.0
 
 
 def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -77,6 +77,11 @@ MECHANISMS = (  # guideline 5 and table 1 of the blog
 )
 
 
+PUBLISHED_LENGTH = 7
+PUBLISHED_AL = {"eagle3": 2.39, "dflash": 3.07, "dspark": 3.64}  # at D = 7, MT-Bench, Qwen3-4B, T = 1: arXiv 2607.05147
+PUBLISHED_LAYERS = {"eagle3": 1, "dflash": 5, "dspark": 5}  # of those heads
+
+
 def gemm_draft_length(rows: int, full_rows: int) -> int:
     """Guideline 1: the D at which the linear layers' M(1 + D) rows turn compute-bound, given M = `rows`.
 
@@ -103,10 +108,8 @@ def attention_draft_length(group_size: int) -> int:
 
 def tiled_draft_length(draft_length: int, group_size: int) -> int:
     """Guideline 3: the largest D' <= D for which G(1 + D') is a multiple of 128; D itself up to 128 / G - 1."""
-    if draft_length <= attention_draft_length(group_size):
-        return draft_length
-    length = draft_length
-    while group_size * (1 + length) % TILE_ROWS:
+    length, start = draft_length, attention_draft_length(group_size)
+    while length > start and group_size * (1 + length) % TILE_ROWS:
         length -= 1
     return length
 
@@ -183,13 +186,18 @@ class Speeds:
     link_bps: float
 
 
-def regime(work: Work, speeds: Speeds, rows: int = 1) -> Regime:
-    """What a pass of `rows` rows waits for: the largest of its link, weight, attention, fixed and compute seconds."""
-    seconds: dict[Regime, float] = {
+def pass_seconds(work: Work, speeds: Speeds, rows: int = 1) -> dict[Regime, float]:
+    """Seconds that a pass of `rows` rows would take for its link, weights, KV cache, fixed cost or arithmetic alone."""
+    return {
         "link": work.streamed_bytes / speeds.link_bps,
         "memory": work.weight_bytes / speeds.memory_bps,
         "attention": work.kv_bytes / speeds.memory_bps,
         "latency": work.fixed_s,
         "compute": rows * (work.weight_flops + work.attention_flops) / speeds.flops,
     }
+
+
+def regime(work: Work, speeds: Speeds, rows: int = 1) -> Regime:
+    """What a pass of `rows` rows waits for: the largest of its link, weight, attention, fixed and compute seconds."""
+    seconds = pass_seconds(work, speeds, rows)
     return max(seconds, key=lambda name: seconds[name])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_model
 
-from specexec.acceptance import Acceptance
+from specexec.acceptance import Acceptance, AsScored
 from specexec.budget import Budget
 from specexec.drafters.model import ModelDrafter
 from specexec.lm import CachedLM, as_ids
@@ -79,3 +79,14 @@ def test_a_draft_that_is_always_right_gains_confidence_and_a_wrong_one_loses_it(
             assert (tree.scores[inner] <= tree.scores[tree.parents[inner]]).all()
         confidence[name] = float(np.exp(tree.scores[0]))
     assert confidence["right"] > 0.7 > 0.3 > confidence["wrong"]
+
+
+def test_scores_taken_as_they_are() -> None:
+    """The published methods' reading: the draft's own distribution at the sampling temperature, whatever came of it."""
+    logits = RNG.normal(0, 2, (3, 8))
+    scored = AsScored()
+    for _ in range(100):
+        scored.observe(logits[0], None, 0.5)
+    for temperature, divisor in ((0.0, 1.0), (0.5, 0.5)):
+        expected = torch.from_numpy(logits / divisor).log_softmax(-1).numpy()
+        np.testing.assert_allclose(scored.logprobs(logits, temperature), expected, rtol=1e-5)

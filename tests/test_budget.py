@@ -89,3 +89,26 @@ def test_a_slow_start_is_forgotten() -> None:
     run(pace, 200, lambda nodes: 4 * (1 - 0.97**nodes), flat_until(500, 0.01), 0.3)
     tokens, spent, _ = run(pace, 60, lambda nodes: 4 * (1 - 0.97**nodes), flat_until(500, 0.01), 0.3)
     assert tokens / spent >= 0.95 * 5 / 1.3
+
+
+def test_guessing_nothing_for_nothing_is_no_trial_and_paused_passes_are_counted() -> None:
+    pace = Pace()
+    for _ in range(50):  # a look-up that finds nothing, on a noisy clock
+        pace.observe(rows=1, tokens=1, draft_s=1e-4, verify_s=1.0)
+        pace.observe(rows=1, tokens=1, draft_s=1e-4, verify_s=1.2)
+    assert not pace.is_paused and pace.num_paused == 0
+    while not pace.is_paused:  # one that takes a tenth of a pass is paused, though it verifies nothing either
+        pace.observe(rows=1, tokens=1, draft_s=0.1, verify_s=1.0)
+    while pace.is_paused:
+        assert pace.budget(64, 9, 0.0).num_nodes == 0
+        pace.observe(rows=1, tokens=1, draft_s=0.0, verify_s=1.0)
+    assert pace.num_paused == 4
+
+
+def test_plain_decoding_is_the_least_rate() -> None:
+    """A streak of wrong guesses must not make further ones look worth their time."""
+    pace = Pace()
+    for _ in range(5):
+        pace.observe(rows=33, tokens=1, draft_s=0.0, verify_s=17.0)
+        pace.observe(rows=1, tokens=1, draft_s=0.0, verify_s=1.0)
+    assert pace.budget(64, 9, 0.0).rate == pytest.approx(1.0)

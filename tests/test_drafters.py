@@ -63,7 +63,8 @@ def test_ngram_follows_the_longest_match_and_its_counts() -> None:
     tree = NGramDrafter().propose(text, Budget(4, 10))
     assert tree.tokens.tolist() == [7, 8, 9, 4] or tree.tokens.tolist()[:2] == [7, 8]
     assert tree.parents.tolist()[:2] == [-1, 0]
-    np.testing.assert_allclose(tree.scores[:2], [0.0, np.log(2 / 3)], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(tree.scores[0]), 0.5, rtol=1e-6)  # three tokens agree: as often as not, at first
+    np.testing.assert_allclose(np.exp(tree.scores[1] - tree.scores[0]), 2 / 3 * 0.65, rtol=1e-6)
 
 
 def test_ngram_without_any_repetition_proposes_nothing() -> None:

@@ -36,7 +36,8 @@ def test_seven_drafts_reach_the_roof_with_an_eighth_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "group_size", "tiled"), [(10, 8, 10), (15, 8, 15), (20, 8, 15), (31, 8, 31), (40, 8, 31), (9, 32, 7)]
+    ("length", "group_size", "tiled"),
+    [(10, 8, 10), (15, 8, 15), (20, 8, 15), (31, 8, 31), (40, 8, 31), (9, 32, 7), (64, 3, 41)],
 )
 def test_beyond_it_tiles_are_filled(length: int, group_size: int, tiled: int) -> None:
     assert tiled_draft_length(length, group_size) == tiled

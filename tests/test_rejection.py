@@ -22,7 +22,7 @@ DRAFT_LOGITS = LOGITS + torch.randn(LOGITS.shape, generator=torch.Generator().ma
 class MarkovDraft:
     """Stands for a CachedLM: logits depend on the last token only."""
 
-    vocab_size, max_rows = VOCAB, 1000
+    vocab_size, num_free = VOCAB, 1000
 
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits = logits

@@ -36,3 +36,11 @@ def tiny_tokenizer(specials: list[str] = SPECIALS) -> PreTrainedTokenizerFast:
         additional_special_tokens=["<|im_start|>", "<|im_end|>", "<a>", "<b>"],
         chat_template=_TEMPLATE,
     )
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Words only: but for <bos> and <eos> it has nothing in common with the other."""
+    words = {word: number for number, word in enumerate(["<bos>", "<eos>", *(f"word{n}" for n in range(300))])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>")

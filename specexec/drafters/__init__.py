@@ -3,9 +3,28 @@
 from typing import Protocol
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
 from specexec.budget import Budget
 from specexec.tree import TokenTree
+
+
+class DraftLM(Protocol):
+    """What trees are grown with: a CachedLM, or one behind a window or another vocabulary (see the CachedLM's words).
+
+    num_free: rows left behind what was given last.
+    """
+
+    model: PreTrainedModel
+    vocab_size: int
+
+    @property
+    def num_free(self) -> int: ...
+
+    def prefill(self, context: np.ndarray) -> torch.Tensor: ...
+
+    def extend(self, tokens: np.ndarray, parents: np.ndarray) -> torch.Tensor: ...
 
 
 class Drafter(Protocol):

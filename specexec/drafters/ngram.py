@@ -7,36 +7,45 @@ from collections.abc import Sequence
 import numpy as np
 
 from specexec.budget import Budget
+from specexec.drafters.trust import Trust
 from specexec.tree import ROOT, TokenTree
 
 
 class NGramDrafter:
     """Looks up the longest suffix of the context (up to `max_ngram` tokens) that occurred before, and grows a tree of
-    its continuations by how often each was taken, recent ones first where counts are equal."""
+    its continuations by how often each was taken, recent ones first where counts are equal. A node's score is the
+    probability that it is accepted, as far as earlier proposals have shown."""
 
     def __init__(self, *, max_ngram: int = 3, max_matches: int = 32, max_length: int = 32) -> None:
         self._max_ngram, self._max_matches, self._max_length = max_ngram, max_matches, max_length
+        self._trust = Trust()
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter."""
+        self._trust.goes_on(context)
         length = min(self._max_length, budget.max_depth)
-        return grow([context[end : end + length] for end in self._matches(context)], budget.num_nodes)
+        ends, size = self._matches(context)
+        tree = grow(
+            [context[end : end + length] for end in ends], budget.num_nodes, trust=self._trust.behind(max(size, 1))
+        )
+        self._trust.remember(context, tree, size)
+        return tree
 
-    def _matches(self, context: np.ndarray) -> list[int]:
-        """Positions behind earlier occurrences of the longest suffix that has any, the latest first."""
+    def _matches(self, context: np.ndarray) -> tuple[list[int], int]:
+        """Positions behind earlier occurrences of the longest suffix that has any, the latest first; and its size."""
         for size in range(min(self._max_ngram, len(context) - 1), 0, -1):
             windows = np.lib.stride_tricks.sliding_window_view(context[:-1], size)
             ends = np.flatnonzero((windows == context[-size:]).all(axis=1)) + size
             if len(ends):
-                return ends[::-1][: self._max_matches].tolist()
-        return []
+                return ends[::-1][: self._max_matches].tolist(), size
+        return [], 0
 
 
-def grow(continuations: Sequence[np.ndarray], num_nodes: int, *, trust: np.ndarray | None = None) -> TokenTree:
+def grow(continuations: Sequence[np.ndarray], num_nodes: int, *, trust: np.ndarray) -> TokenTree:
     """The most probable nodes of the trie of `continuations`, best first; one with no token left counts no more.
 
     A branch's probability is its share of the continuations that reach its parent, times the parent's own, times
-    `trust[depth - 1]`: the probability that any of the guesses at a depth is right, 1 where it is left out.
+    `trust[depth - 1]`: the probability that any of the guesses at a depth is right if its parent was.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -50,7 +59,7 @@ def grow(continuations: Sequence[np.ndarray], num_nodes: int, *, trust: np.ndarr
         for follower in followers:
             if len(continuations[follower]) > depth:
                 branches.setdefault(int(continuations[follower][depth]), []).append(follower)
-        certainty = 1.0 if trust is None else float(trust[min(depth, len(trust) - 1)])
+        certainty = float(trust[min(depth, len(trust) - 1)])
         for token, there in branches.items():
             share = certainty * len(there) / len(followers)
             heapq.heappush(heap, (cost - math.log(share), num_pushed, depth + 1, node, token, there))

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from specexec.budget import Budget
-from specexec.lm import CachedLM
+from specexec.drafters import DraftLM
 from specexec.tree import ROOT, TokenTree
 
 
@@ -31,17 +31,17 @@ class SampledDrafter:
     four (arXiv 2305.09781). Under greedy decoding each is the draft's best token, then its next best.
     """
 
-    def __init__(self, lm: CachedLM, widths: Sequence[int], *, seed: int = 0) -> None:
+    def __init__(self, lm: DraftLM, widths: Sequence[int], *, seed: int = 0) -> None:
         self.lm = lm
         self._widths = tuple(widths)
         self._generator = torch.Generator().manual_seed(seed)
 
     def propose(self, context: np.ndarray, budget: Budget) -> SampledTree:
         """Guess what follows `context`; levels that do not fit into the budget are left out."""
-        room = min(budget.num_nodes, self.lm.max_rows - len(context))
         tokens, parents, draws, rows, probs = [], [], [], [], []
         level = [ROOT]
         logits = self.lm.prefill(context)
+        room = min(budget.num_nodes, self.lm.num_free)
         for width in self._widths[: budget.max_depth]:
             drawn: dict[int, list[int]] = {}
             for parent, row in zip(level, self._distributions(logits, budget.temperature), strict=True):

@@ -6,12 +6,9 @@ import numpy as np
 
 from specexec.budget import Budget
 from specexec.drafters.ngram import grow
-from specexec.tree import ROOT, TokenTree, empty_tree
+from specexec.drafters.trust import Trust
+from specexec.tree import TokenTree, empty_tree
 
-_LENGTHS = np.array([1, 2, 3, 4, 6, 9, 14, 22])  # matches are told apart by which of these they reach
-_PRIOR_TRUST = np.array([0.15, 0.3, 0.5, 0.65, 0.8, 0.88, 0.92, 0.95])
-_PRIOR_COUNT = 12.0
-_MEMORY = 0.99
 _MOST_MATCHES = 64
 _NOTHING = -1  # a token that stands between texts and matches none
 
@@ -32,19 +29,21 @@ class SuffixDrafter:
         for text in texts:
             self._remember(text)
         self._text = np.empty(0, np.int64)
-        self._proposed: tuple[TokenTree, int] | None = None  # the tree and the length of its match
-        self._counts = np.stack([_PRIOR_TRUST, np.ones(len(_LENGTHS))]) * _PRIOR_COUNT  # [followed, all]
+        self._trust = Trust()
+
+    @property
+    def texts(self) -> list[np.ndarray]:
+        """What is remembered, the oldest first, the present text included."""
+        ends = np.flatnonzero(self._past == _NOTHING)
+        return [text for text in (*(part[part >= 0] for part in np.split(self._past, ends)), self._text) if len(text)]
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter."""
-        goes_on = len(context) > len(self._text) and np.array_equal(context[: len(self._text)], self._text)
-        if goes_on and self._proposed is not None:
-            self._learn(context[len(self._text) :], *self._proposed)
-        if not goes_on:
+        if not self._trust.goes_on(context):
             self._remember(self._text)
         self._text = context
         tree, length = self._best_tree(np.concatenate([self._past, context]), budget)
-        self._proposed = tree, length
+        self._trust.remember(context, tree, length)
         return tree
 
     def _best_tree(self, text: np.ndarray, budget: Budget) -> tuple[TokenTree, int]:
@@ -54,7 +53,8 @@ class SuffixDrafter:
         for length in np.unique(lengths)[::-1]:
             # Of equally long matches the latest count; shorter ones contain the longer.
             chosen = ends[lengths >= length][::-1][:_MOST_MATCHES]
-            tree = grow([text[end : end + depth] for end in chosen], budget.num_nodes, trust=self._trust(int(length)))
+            trust = self._trust.behind(int(length))
+            tree = grow([text[end : end + depth] for end in chosen], budget.num_nodes, trust=trust)
             value = float(np.exp(tree.scores).sum())
             if value > best_value:
                 best, best_length, best_value = tree, int(length), value
@@ -73,28 +73,5 @@ class SuffixDrafter:
             lengths[alive] = back
         return ends, lengths
 
-    def _trust(self, length: int) -> np.ndarray:
-        """By depth - 1: the probability that a continuation of a match of `length` tokens goes on for one more."""
-        return self._rates()[_bins(np.arange(length, length + 512))]
-
-    def _rates(self) -> np.ndarray:
-        followed, tried = self._counts
-        return np.minimum(followed / tried, 0.99)
-
-    def _learn(self, tokens: np.ndarray, tree: TokenTree, length: int) -> None:
-        """Count how far the guesses were followed."""
-        node: int | None = ROOT
-        for token in tokens.tolist():
-            if node is None or not (tree.parents == node).any():
-                return
-            node = tree.child(node, token)
-            bin_ = _bins(np.array([length]))[0]
-            self._counts[:, bin_] = self._counts[:, bin_] * _MEMORY + (node is not None, 1.0)
-            length += 1
-
     def _remember(self, text: np.ndarray) -> None:
         self._past = np.concatenate([self._past, text, [_NOTHING]])[-self._memory :].astype(np.int64)
-
-
-def _bins(lengths: np.ndarray) -> np.ndarray:
-    return np.searchsorted(_LENGTHS, lengths, side="right") - 1

@@ -5,24 +5,29 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from specexec.lm import CachedLM, as_ids
+from specexec.drafters import DraftLM
+from specexec.lm import as_ids
 
 _SPACES = {"▁": "Ġ"}  # sentencepiece's and byte-level BPE's marks of a leading space
 
 
 class TranslatedLM:
-    """A draft's CachedLM that reads and scores the target's token ids, so that ModelDrafter can grow trees with it.
+    """A draft model that reads and scores the target's token ids, so that ModelDrafter can grow trees with it.
 
     to_draft: int64 [V of the target], the draft's id of the same token or -1 (see common_tokens). A token that only the
         target has is never guessed.
     retokenize: the draft's ids of a text given as the target's ids.
     """
 
-    def __init__(self, lm: CachedLM, to_draft: np.ndarray, retokenize: Callable[[np.ndarray], np.ndarray]) -> None:
+    def __init__(self, lm: DraftLM, to_draft: np.ndarray, retokenize: Callable[[np.ndarray], np.ndarray]) -> None:
         self._lm, self._to_draft, self._retokenize = lm, to_draft, retokenize
-        self._common = torch.from_numpy(np.flatnonzero(to_draft >= 0)).to(lm.device)
-        self._columns = torch.from_numpy(to_draft).to(lm.device)[self._common]
-        self.max_rows = lm.max_rows
+        self.model, self.vocab_size = lm.model, len(to_draft)
+        self._common = torch.from_numpy(np.flatnonzero(to_draft >= 0)).to(lm.model.device)
+        self._columns = torch.from_numpy(to_draft).to(lm.model.device)[self._common]
+
+    @property
+    def num_free(self) -> int:
+        return self._lm.num_free
 
     def prefill(self, context: np.ndarray) -> torch.Tensor:
         """Logits [1, V of the target] of what follows `context`."""
