@@ -107,6 +107,7 @@ def timings(stats: Stats) -> Json:
         "drafted_n": stats.drafted,
         "accepted_n": stats.accepted,
         "passes": stats.passes,
+        "draft_paused": stats.draft_paused,
         "streamed_bytes": stats.streamed_bytes,
     }
 
@@ -127,6 +128,8 @@ def error_of(error: Exception) -> tuple[int, Json]:
             return 499, problem(message, "server_error", code="cancelled")
         case MemoryError() | torch.OutOfMemoryError():
             return 507, problem(f"out of memory: {message}", "server_error", code="out_of_memory")
+        case ConnectionError():  # the server behind this one
+            return 502, problem(message, "server_error", code="upstream_error")
         case _:
             return 500, problem(f"{type(error).__name__}: {message}", "server_error", code="internal_error")
 

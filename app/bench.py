@@ -5,17 +5,20 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from app.advice import situation
+from app.baselines import BASELINES, USUAL_NODES
 from app.bench_metrics import without_end
 from app.bench_prompts import Question, read_questions, stratified
 from app.bench_report import draw, markdown, summary
 from app.environment import is_offline
 from app.launch import Running, open_session
 from app.progress import Progress
-from app.settings import Resolved, Settings
+from app.settings import DRAFT_KINDS, Resolved, Settings
 from app.template import Message
 
 _DEFAULT_MAX_TOKENS = 256
@@ -23,7 +26,7 @@ _DEFAULT_MAX_TOKENS = 256
 
 def run_bench(
     chosen: Resolved,
-    prompts: Path | None,
+    prompts: str | None,
     out: Path,
     *,
     drafts: Sequence[str],
@@ -35,10 +38,12 @@ def run_bench(
 ) -> int:
     """Answers every question with every draft and budget and writes log, results, table and plots into `out`.
 
+    drafts: the settings' kinds, and BASELINES over the settings' own draft model (`self` where that names none).
     versus: a draft to compare each answer with, `none` as a rule. A run that was interrupted goes on where it stopped.
     Raises ValueError if `out` holds the log of other questions or settings.
     """
-    questions = stratified(read_questions(prompts), number)
+    offline = offline or is_offline()
+    questions = stratified(read_questions(prompts, offline=offline), number)
     log = _Log(out / "log.jsonl", _identity(chosen.settings, questions))
     cells = [(draft, budget) for draft in drafts for budget in (budgets if draft != "none" else (None,))]
     if versus is not None and (versus, None) not in cells:
@@ -50,10 +55,7 @@ def run_bench(
             missing = [question for question in questions if not log.has(draft, budget, question)]
             if not missing:
                 continue
-            settings = replace(chosen.settings, draft=draft, budget=budget)
-            with open_session(
-                replace(chosen, settings=settings), offline=offline or is_offline(), note=_note
-            ) as running:
+            with _opened(chosen, draft, budget, offline=offline) as running:
                 for question in missing:
                     for record in _answers(running, question):
                         log.add({"draft": draft, "budget": budget or "auto", **record})
@@ -67,9 +69,20 @@ def run_bench(
     return 0
 
 
+def _opened(chosen: Resolved, draft: str, budget: int | None, *, offline: bool) -> AbstractContextManager[Running]:
+    """A session for one cell; what earlier ones have said is not for its draft to know."""
+    method = draft if draft in BASELINES else None
+    if method is not None:
+        own = chosen.settings.draft
+        draft, budget = own if own not in DRAFT_KINDS else "self", budget or USUAL_NODES[method]
+    settings = replace(chosen.settings, draft=draft, budget=budget, past="off")
+    return open_session(replace(chosen, settings=settings), offline=offline, note=_note, method=method)
+
+
 def _answers(running: Running, question: Question) -> Iterator[dict[str, Any]]:
     """Every turn of a question, with the model's own answers between: what was emitted when, and what it cost."""
     settings, session = running.chosen.settings, running.session
+    where = asdict(situation(running.shape, running.choice, running.rates, session.ctx))
     messages: list[Message] = [{"role": "system", "content": settings.system}] if settings.system else []
     for turn, text in enumerate(question.turns):
         messages.append({"role": "user", "content": text})
@@ -96,6 +109,8 @@ def _answers(running: Running, question: Question) -> Iterator[dict[str, Any]]:
             "draft_s": stats.draft_s,
             "link_s": min(link_s, stats.verify_s),
             "verify_s": stats.verify_s,
+            "draft_paused": stats.draft_paused,
+            "situation": where,
         }
 
 
@@ -136,8 +151,9 @@ class _Log:
 
 
 def _identity(settings: Settings, questions: Sequence[Question]) -> str:
-    """A digest of what answers depend on: every setting but draft and budget, and the questions."""
-    same = asdict(replace(settings, draft="auto", budget=None))
+    """A digest of what answers depend on: every setting but the kind of draft and the budget, and the questions."""
+    model = settings.draft if settings.draft not in DRAFT_KINDS else "auto"
+    same = asdict(replace(settings, draft=model, budget=None))
     text = json.dumps([same, [asdict(question) for question in questions]], default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

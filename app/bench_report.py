@@ -4,24 +4,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from app.advice import Situation, advise, measured_lengths
 from app.bench_metrics import Request, acceptance, timing
 
 _PARTS = ("draft_s", "link_s", "compute_s")
 
 
 def summary(records: Sequence[dict[str, Any]], versus: str | None) -> dict[str, Any]:
-    """Per draft and budget: SPEED-Bench's metrics, tokens per pass and second, seconds per pass by part.
+    """Per draft and budget: SPEED-Bench's metrics, tokens per pass and second, seconds per pass by part, guidelines.
 
-    speedup: tokens per second against the same questions answered with the draft `versus`.
+    speedup: tokens per second against those of the same question with the draft `versus`, their geometric mean over all
+    questions; speedup_quartiles: of the same ratios.
     """
     cells: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     for record in records:
         cells.setdefault((record["draft"], record["budget"]), []).append(record)
     results = [_cell(draft, budget, own) for (draft, budget), own in cells.items()]
     baseline = next((result for result in results if result["draft"] == versus), None)
+    baseline_rates = baseline["question_rates"] if baseline else {}
     for result in results:
+        rates = result.pop("question_rates")
         if baseline is not None:
-            result["speedup"] = result["tokens_per_s"] / baseline["tokens_per_s"]
+            ratios = [rate / baseline_rates[name] for name, rate in rates.items() if rate and baseline_rates.get(name)]
+            result["speedup"] = float(np.exp(np.mean(np.log(ratios))))
+            result["speedup_quartiles"] = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
     return {"versus": versus, "cells": results}
 
 
@@ -37,6 +45,8 @@ def _cell(draft: str, budget: int | str, records: Sequence[dict[str, Any]]) -> d
         )
         for name, own in turns.items()
     }
+    found = acceptance(requests)
+    lengths = measured_lengths(found["Joint_Acceptance_Rate"])
     by_category: dict[str, list[dict[str, Any]]] = {}
     for record in records:
         by_category.setdefault(record["category"], []).append(record)
@@ -49,8 +59,10 @@ def _cell(draft: str, budget: int | str, records: Sequence[dict[str, Any]]) -> d
         **_rates(records),
         "by_category": {category: _rates(own) for category, own in by_category.items()},
         "s_per_pass": dict(zip(_PARTS, (seconds / passes for seconds in parts), strict=True)),
-        "acceptance": acceptance(requests),
+        "acceptance": found,
         "timing": timing(requests),
+        "guidelines": advise(Situation(**records[0]["situation"]), lengths).to_data(),
+        "question_rates": {name: _rates(own)["tokens_per_s"] for name, own in turns.items()},
     }
 
 
@@ -77,6 +89,14 @@ def markdown(results: dict[str, Any]) -> str:
     for category in categories:
         found = (cell["acceptance"]["Category_AL"].get(category) for cell in cells)
         lines.append(f"| {category} | " + " | ".join("" if each is None else f"{each:.2f}" for each in found) + " |")
+    lines.append("")
+    for cell in cells:
+        advice = cell["guidelines"]
+        given = ", ".join(f"{name} {length}" for name, length in advice["draft_length"].items())
+        lines.append(
+            f"{cell['draft']} {cell['budget']}: {advice['regime']}-bound at {advice['ctx']} tokens of context; "
+            f"draft length by guideline: {given}; binding: {advice['binding']}"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -35,6 +35,10 @@ class Blueprint:
         """Sizes of the model held in `dtype` itself, whatever its files hold."""
         return sketch(_anatomy(self), dtype=dtype)
 
+    def rounded(self, bits: int, dtype: torch.dtype) -> Shape:
+        """Sizes of a copy with other values: held as stored, but in `dtype` where what is stored are codes."""
+        return self.plain(dtype) if bits != 16 or self.is_packed else self.shape(16, dtype)
+
     def describe(self, bits: int) -> str:
         """How its weights are stored, in words."""
         quantization = self.checkpoint.quantization if self.checkpoint else None
@@ -82,11 +86,23 @@ def draw_up(name: str, *, offline: bool) -> Blueprint:
     path = Path(name).expanduser()
     if path.is_dir() and not any(path.glob("*.safetensors")):
         return Blueprint(name, _config_of(path), None, None)
+    if offline and not is_cached(name) and (folder := hub.known_config(name)):
+        return Blueprint(name, _config_of(folder), None, None)
     if path.exists() or offline or is_cached(name) or "/" not in name:
         checkpoint = open_checkpoint(locate(name, offline=offline))
         return Blueprint(name, checkpoint.config, checkpoint.dtype, checkpoint)
     folder, stored = hub.describe(name)
     return Blueprint(name, _config_of(folder), _STORED.get(stored), None)
+
+
+def glimpse(name: str, *, offline: bool) -> Blueprint:
+    """The blueprint from the config alone, where no more is at hand: one small request at most; errors as `draw_up`."""
+    if is_cached(name):
+        return draw_up(name, offline=True)
+    folder = hub.known_config(name) if offline else hub.fetch_config(name)
+    if folder is None:
+        raise ConnectionError(f"nothing is known of {name} here, and this run is offline")
+    return Blueprint(name, _config_of(folder), None, None)
 
 
 def _config_of(folder: Path) -> PretrainedConfig:

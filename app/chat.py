@@ -4,7 +4,7 @@ import queue
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +16,10 @@ from app.launch import Running, open_session
 from app.progress import watching
 from app.reading import lines_of
 from app.session import Chunk
-from app.settings import READERS, Resolved, flag_name
+from app.settings import READERS, Resolved, flag_name, idle_settings
 from app.spelling import nearest
 from app.stats import Stats, status_line
+from app.template import Message
 from app.thinking import ThinkingFilter
 from app.worker import Outcome, Request, Worker
 from offload.hardware import peak_rss_bytes
@@ -83,11 +84,13 @@ class Chat:
 
     def toolbar(self) -> str:
         """How full the context is, and how fast the last answer was."""
-        if self._stats is None:
-            return f"context 0 of {self._running.session.ctx}"
-        stats = self._stats
-        used = f"context {stats.prompt_tokens + stats.tokens} of {self._running.session.ctx}"
-        return f"{used} | {stats.tokens_per_s:.1f} tokens/s | {stats.tokens_per_pass:.1f} tokens/pass"
+        stats, ctx = self._stats or Stats(prompt_tokens=0), self._running.session.ctx
+        parts = [f"context {stats.prompt_tokens + stats.tokens}" + (f" of {ctx}" if ctx else "")]
+        if stats.tokens:
+            parts.append(f"{stats.tokens_per_s:.1f} tokens/s")
+        if stats.passes:
+            parts.append(f"{stats.tokens_per_pass:.1f} tokens/pass")
+        return " | ".join(parts)
 
     def take(self, text: str) -> None:
         """Does what a line asks for; errors are told and forgotten."""
@@ -114,14 +117,15 @@ class Chat:
             raise
         self._conversation.answer(answer)
 
-    def _answer(self, prompt: list[int]) -> str:
+    def _answer(self, prompt: Sequence[int] | Sequence[Message]) -> str:
         """Shows the answer as it comes; Ctrl-C ends it, and what has come so far counts."""
         outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         seed = self._settings.seed if self._has_seed else random.getrandbits(63)
         chosen = replace(self._running.chosen, settings=replace(self._settings, seed=seed))
         params = replace(self._running, chosen=chosen).sampling
+        opening = self._running.session.opening(prompt)
         ticket = self._worker.submit(
-            Request(prompt, params, self._settings.max_tokens, self._settings.stop), outcomes.put
+            Request(prompt, params, self._settings.max_tokens, self._settings.stop, opening=opening), outcomes.put
         )
         pieces: list[str] = []
         shown = ThinkingFilter() if self._hides_thinking else None
@@ -146,7 +150,7 @@ class Chat:
         with watching(
             "prefill",
             lambda: self._running.count_streamed() - streamed_before,
-            self._running.plan.streamed_bytes,
+            self._running.pass_bytes,
         ):
             outcome = outcomes.get()
         while True:
@@ -158,7 +162,7 @@ class Chat:
             outcome = outcomes.get()
 
     def _status(self, stats: Stats) -> str:
-        return status_line(stats, self._running.raw_link_bps, peak_rss_bytes(), self._running.plan.limit_bytes)
+        return status_line(stats, self._running.raw_link_bps, peak_rss_bytes(), self._running.limit_bytes)
 
     def _leave(self, text: str) -> None:
         raise Leave
@@ -183,13 +187,16 @@ class Chat:
         except ValueError as error:
             raise ValueError(f"{flag_name(name).lstrip('-')} must be {error}") from None
         self._has_seed |= name == "seed"
+        for line in idle_settings(Resolved(self._settings, {name: "/set"})):
+            _note(line)
 
     def _show_stats(self, text: str) -> None:
         if self._stats is None:
             raise ValueError("nothing has been answered yet")
         stats = self._stats
         print(f"prompt {stats.prompt_tokens} tokens, {stats.cached_tokens} of them computed before")
-        print(f"drafted {stats.drafted}, accepted {stats.accepted}, {stats.passes} passes")
+        if stats.passes:
+            print(f"drafted {stats.drafted}, accepted {stats.accepted}, {stats.passes} passes")
         print(self._status(stats))
 
     def _retry(self, text: str) -> None:

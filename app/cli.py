@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.exceptions import TyperException
@@ -33,6 +33,7 @@ OK, ERROR, INTERRUPTED = 0, 1, 130
 
 _Text = str | None
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+_Program = Literal["vllm", "sglang"]
 Offline = Annotated[bool, typer.Option("--offline", help="Use nothing but what is on this machine.")]
 
 
@@ -69,9 +70,12 @@ def run(
     prompt: Annotated[_Text, typer.Argument(help="What to answer; standard input where it is left out.")] = None,
     preset: Annotated[_Text, _model("--preset", "NAME|FILE", "Preset; demo unless a target is given.")] = None,
     target: Annotated[_Text, _model("--target", "MODEL", "Directory, .gguf file or Hub id to answer with.")] = None,
+    engine: Annotated[_Text, _model("--engine", "URL", "Ask another OpenAI-compatible server instead.")] = None,
     bits: Annotated[_Text, _model("--bits", "16|8|4", "Weights of the target: quantized once, then cached.")] = None,
     draft: Annotated[_Text, _model("--draft", "auto|self|suffix|graft|none|MODEL", "Where guesses come from.")] = None,
     draft_bits: Annotated[_Text, _model("--draft-bits", "16|4", "4: an NF4 copy of a draft model.")] = None,
+    draft_ctx: Annotated[_Text, _model("--draft-ctx", "N", "A draft model sees the last N tokens only.")] = None,
+    past: Annotated[_Text, _model("--past", "on|off", "Whether suffix drafts keep answers on disk.")] = None,
     dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What to compute in.")] = None,
     ctx: Annotated[_Text, _model("--ctx", "N", "Most tokens of prompt and answer together.")] = None,
     budget: Annotated[_Text, _model("--budget", "auto|N", "Most guesses verified in one pass.")] = None,
@@ -98,6 +102,7 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
     offline: Offline = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Tell where every setting came from.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Answer again without a draft and compare.")] = False,
     debug: Debug = False,
 ) -> None:
     """Answer one prompt."""
@@ -117,7 +122,7 @@ def run(
     quiet_libraries()  # before the imports below, some of which have notices of their own
     from app.run import run_prompt
 
-    run_prompt(text, chosen, raw=raw, as_json=as_json, offline=offline, verbose=verbose)
+    run_prompt(text, chosen, raw=raw, as_json=as_json, offline=offline, verbose=verbose, check=check)
 
 
 @command.command()
@@ -201,7 +206,8 @@ def _with_settings_of_run(function: Callable[..., int]) -> Callable[..., int]:
         quiet_libraries()
         return function(chosen, **{each.name: given[each.name] for each in own})
 
-    called.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]
+    parameters = [each.replace(kind=each.KEYWORD_ONLY) for each in (*shared, *own)]  # so that defaults may come first
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {each.name: each.annotation for each in (*shared, *own)}
     del called.__wrapped__  # else its annotations would be looked at
     return called
@@ -247,12 +253,12 @@ def bench(
     chosen: "Resolved",
     prompts: Annotated[
         _Text,
-        typer.Argument(metavar="FILE", help="JSONL of question_id, category, turns; the package's own if left out."),
+        typer.Argument(metavar="FILE|ID", help="JSONL, parquet or Hub data set; the package's own if left out."),
     ] = None,
     out: Annotated[
         str, _option("--out", "DIR", "Where the log, results and plots go; goes on with a log there.")
     ] = "bench",
-    drafts: Annotated[_Text, _option("--drafts", "A,B", "Drafts to compare; --draft if left out.")] = None,
+    drafts: Annotated[_Text, _option("--drafts", "A,B", "Drafts to compare; also chain, specinfer, specexec.")] = None,
     budgets: Annotated[
         _Text, _option("--budgets", "N,N", "Budgets to compare, auto too; --budget if left out.")
     ] = None,
@@ -265,20 +271,74 @@ def bench(
     """Measure speed and acceptance over questions, drafts and budgets."""
     from app.settings import READERS
 
+    if chosen.settings.engine and (drafts or budgets or versus):
+        raise typer.BadParameter("--drafts, --budgets and --vs have no effect with an --engine: the server has its own")
     try:
         numbers = [READERS["budget"](each) for each in budgets.split(",")] if budgets else [chosen.settings.budget]
     except ValueError as error:
         raise typer.BadParameter(f"--budgets: {error}") from error
+    if chosen.settings.engine:
+        from app.bench_engine import bench_engine
+
+        return bench_engine(chosen, prompts, Path(out), number=number, as_json=as_json, offline=offline)
     from app.bench import run_bench
 
     return run_bench(
         chosen,
-        Path(prompts) if prompts else None,
+        prompts,
         Path(out),
         drafts=drafts.split(",") if drafts else [chosen.settings.draft],
         budgets=numbers,
         versus=versus,
         number=number,
+        as_json=as_json,
+        offline=offline,
+    )
+
+
+@command.command()
+@_with_settings_of_run
+def export(
+    chosen: "Resolved",
+    program: Annotated[_Program, typer.Argument(help="Whose command to print.")],
+    offline: Offline = False,
+    debug: Debug = False,
+) -> int:
+    """Print the command that serves the same target and draft in vLLM or SGLang."""
+    from app.export import print_command
+
+    return print_command(program, chosen.settings, offline=offline)
+
+
+@command.command()
+def train(
+    recipe: Annotated[str, _option("--recipe", "NAME|FILE", "What to train and how; eagle3, demo-dspark or a .toml.")],
+    out: Annotated[
+        str, _option("--out", "DIR", "Where checkpoints, curves and the draft go; goes on with a run there.")
+    ],
+    target: Annotated[_Text, _model("--target", "MODEL", "Directory or Hub id; the recipe's if left out.")] = None,
+    prompts: Annotated[
+        _Text, _option("--prompts", "FILE", "JSONL of prompts to be answered; the target's own.")
+    ] = None,
+    corpus: Annotated[_Text, _option("--corpus", "DIR", "Where the texts are or go; in --out if left out.")] = None,
+    dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What the target computes in.")] = None,
+    device: Annotated[_Text, _memory("--device", "auto|cpu|cuda", "Where to compute.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    offline: Offline = False,
+    debug: Debug = False,
+) -> None:
+    """Train a learned draft for a target, on texts that the target itself speaks."""
+    from app.quiet import quiet_libraries
+
+    quiet_libraries()
+    from app.train_command import train_draft
+
+    train_draft(
+        recipe,
+        {key: value for key, value in (("target", target), ("dtype", dtype), ("device", device)) if value},
+        Path(out),
+        prompts=Path(prompts) if prompts else None,
+        corpus=Path(corpus) if corpus else None,
         as_json=as_json,
         offline=offline,
     )
@@ -299,12 +359,16 @@ def pull(
 @command.command("list")
 def list_presets(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    offline: Offline = False,
     debug: Debug = False,
 ) -> None:
-    """Show the presets, why one would choose each, and whether it is cached."""
-    from app.pull import show_presets
+    """Show the presets, what each would do on this machine, and why one would choose it."""
+    from app.quiet import quiet_libraries
 
-    show_presets(as_json=as_json)
+    quiet_libraries()
+    from app.listing import show_presets
+
+    show_presets(as_json=as_json, offline=offline)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,59 +1,101 @@
-"""The embedded default's GGUF file to a safetensors checkpoint, once.
+"""The embedded default's GGUF file to a safetensors checkpoint in bf16, once.
 
-The conversion runs in a process of its own: it holds the whole model, and its memory must not count against this run's.
+The conversion runs in a process of its own: what it takes must not count against this run's memory.
 """
 
+import functools
+import json
+import math
 import os
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
+from ctypes import c_int
 from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 
+import torch
+
 from app.progress import watching
+from offload.entries import TensorEntry
+from offload.layout import decode
+
+_BEGUN, _READ, _WRITTEN, _DONE = 35, 80, 85, 100  # per cent of the time: to import, parse the vocabulary, write weights
 
 
 def convert(source: Path, folder: Path) -> None:
     """Writes config, tokenizer and bf16 weights of `source` into `folder`; ValueError names what cannot be read."""
-    architecture, num_bytes = _header(source)
+    context = get_context("spawn")
+    done = context.Value(c_int, 0)
     with (
-        watching(f"convert {source.name}", lambda: _written_bytes(folder), num_bytes),
-        ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool,
+        watching(f"convert {source.name}", lambda: done.value, _DONE, unit="%"),
+        ProcessPoolExecutor(1, context, initializer=_report_to, initargs=(done,)) as pool,
     ):
-        try:
-            pool.submit(_convert_here, str(source), str(folder)).result()
-        except (ValueError, KeyError, NotImplementedError) as error:
-            raise ValueError(f"{source.name}: cannot read a GGUF of architecture {architecture!r}: {error}") from error
+        pool.submit(_convert_here, source, folder).result()
 
 
-def _written_bytes(folder: Path) -> int:
-    return sum(each.stat().st_size for each in folder.glob("*.safetensors"))
+_done: Synchronized | None = None  # in the process that converts: how far it is, of _DONE
 
 
-def _header(source: Path) -> tuple[str, int]:
-    """The architecture's name, and the bytes of the weights in bf16."""
-    from gguf import GGUFReader
-
-    try:
-        reader = GGUFReader(source)
-        architecture = reader.get_field("general.architecture")
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{source} is not a readable GGUF file: {error}") from error
-    if architecture is None:
-        raise ValueError(f"{source} does not say which architecture it is of")
-    return str(architecture.contents()), sum(2 * int(tensor.n_elements) for tensor in reader.tensors)
+def _report_to(done: Synchronized) -> None:
+    global _done
+    _done = done
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # bars that no setting switches off; errors travel by themselves
 
 
-def _convert_here(source: str, folder: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+def _reach(done: float) -> None:
+    if _done is not None:
+        _done.value = int(done)
+
+
+def _convert_here(source: Path, folder: Path) -> None:
+    import gguf
 
     from app.quiet import quiet_libraries
 
     quiet_libraries()
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a bar that no setting switches off; errors travel by themselves
-    directory, name = str(Path(source).parent), Path(source).name
-    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=name)
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, gguf_file=name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
-    tokenizer.save_pretrained(folder)
-    model.save_pretrained(folder)
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # headers, config and tokenizer would each parse the vocabulary
+    from app.target import load_tokenizer
+    from offload.checkpoint import open_checkpoint
+
+    _reach(_BEGUN)
+    checkpoint = open_checkpoint(source)
+    checkpoint.config.dtype = torch.bfloat16
+    checkpoint.config.save_pretrained(folder)
+    _reach(_READ)
+    _write_weights(checkpoint.tensors, folder / "model.safetensors")
+    load_tokenizer(source).save_pretrained(folder)
+    _reach(_DONE)
+
+
+def _write_weights(tensors: Mapping[str, TensorEntry], file: Path) -> None:
+    entries = [tensors[name] for name in sorted(tensors)]
+    with file.open("xb") as stream:
+        stream.write(_header(entries))
+        for k, entry in enumerate(entries, start=1):
+            values = torch.empty(entry.shape, dtype=torch.bfloat16)
+            decode(entry, _raw(entry), values)
+            stream.write(values.view(torch.uint8).flatten().numpy())
+            _reach(_READ + (_WRITTEN - _READ) * k / len(entries))
+
+
+def _header(entries: list[TensorEntry]) -> bytes:
+    """What a safetensors file begins with: the length of the JSON, and the JSON padded to eight bytes."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for entry in entries:
+        end = begin + 2 * math.prod(entry.shape)
+        fields[entry.name] = {"dtype": "BF16", "shape": list(entry.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(fields).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _raw(entry: TensorEntry) -> Mapping[str, torch.Tensor]:
+    raw = {}
+    for part in entry.parts:
+        with part.file.open("rb") as stream:
+            stream.seek(part.offset)
+            raw[part.name] = torch.frombuffer(bytearray(stream.read(part.nbytes)), dtype=torch.uint8)
+    return raw

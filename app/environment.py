@@ -8,7 +8,7 @@ from pathlib import Path
 from app.spelling import nearest
 
 PREFIX = "SPECEXEC_"
-_OTHER = {"PRESET", "CACHE", "OFFLINE", "API_KEY"}
+_OTHER = {"PRESET", "CACHE", "OFFLINE", "API_KEY", "ENGINE_KEY"}
 _NO = {"", "0", "false", "no", "off"}
 
 
@@ -30,6 +30,11 @@ def environment_preset() -> str | None:
 def environment_api_key() -> str | None:
     """The key that SPECEXEC_API_KEY asks a server's clients for."""
     return os.environ.get(PREFIX + "API_KEY") or None
+
+
+def environment_engine_key() -> str | None:
+    """The key that SPECEXEC_ENGINE_KEY gives the server that --engine names."""
+    return os.environ.get(PREFIX + "ENGINE_KEY") or None
 
 
 def is_offline() -> bool:

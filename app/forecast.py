@@ -144,6 +144,7 @@ def named_draft(kind: str, shape: Shape | None, *, is_shared: bool = False) -> D
             return {}
         return {
             "draft": sum(layer.resident_bytes for layer in shape.layers)
+            + shape.decoded_bytes
             + (0 if is_shared else sum(shape.rest_bytes.values())),
             "draft's KV cache": kv_cache_bytes(shape.config, rows, shape.dtype),
             "draft's logits": logits_bytes(shape.config, batch, torch.float32),
@@ -159,7 +160,7 @@ def _drafts(question: Question, target: Shape) -> list[Draft]:
         full = question.target.plain(question.dtype)
         return [named_draft(_SOME_MODEL, _smaller(full, times)) for times in (10, 40)]
     kinds = ("self", "ngram") if question.draft == "auto" else (question.draft,)
-    own = question.target.plain(question.dtype) if "self" in kinds else None  # an NF4 copy, held dequantized
+    own = question.target.rounded(question.bits, question.dtype) if "self" in kinds else None
     return [named_draft(kind, own if kind == "self" else None, is_shared=True) for kind in kinds]
 
 

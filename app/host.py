@@ -133,7 +133,6 @@ class Host:
         self.running, self.worker, self.state = running, worker, State("ready")
 
     def _resident_share(self) -> float:
-        if self.running is None:
+        if self.running is None or (plan := self.running.plan) is None:
             return 0.0
-        plan = self.running.plan
         return len(plan.resident) / (len(plan.resident) + len(plan.streamed))

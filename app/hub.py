@@ -1,6 +1,7 @@
 """Checkpoints from the Hugging Face Hub, into its own cache; HF_HOME, HF_TOKEN and HF_ENDPOINT hold."""
 
 import io
+import json
 import threading
 import urllib.error
 import urllib.request
@@ -42,9 +43,28 @@ def local_snapshot(model_id: str) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model_id, allow_patterns=_PATTERNS, local_files_only=True))
+        folder = Path(snapshot_download(model_id, allow_patterns=_PATTERNS, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+    index = folder / "model.safetensors.index.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"*.safetensors"}
+    return folder if all(any(folder.glob(shard)) for shard in shards) else None  # a plan fetches the config alone
+
+
+def known_config(model_id: str) -> Path | None:
+    """The cached folder with a model's config, whether or not its weights are there."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model_id, "config.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def fetch_config(model_id: str) -> Path:
+    """The folder with a model's config, fetched alone; errors as for `download`."""
+    from huggingface_hub import hf_hub_download
+
+    with _explained(model_id):
+        return Path(hf_hub_download(model_id, "config.json")).parent
 
 
 def download(model_id: str) -> Path:
@@ -55,18 +75,40 @@ def download(model_id: str) -> Path:
         return Path(snapshot_download(model_id, allow_patterns=_PATTERNS, tqdm_class=_reporting_to(progress)))
 
 
+def dataset(dataset_id: str, part: str | None, *, offline: bool) -> Path:
+    """The folder of a data set's parquet files, or of a part of them; errors as for `download`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    wanted = {"repo_type": "dataset", "allow_patterns": [f"*{part}*/*.parquet" if part else "*.parquet"]}
+    if offline:
+        try:
+            folder = Path(snapshot_download(dataset_id, **wanted, local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise ConnectionError(f"{dataset_id} is not cached and this run is offline: fetch it first") from None
+    else:
+        with Progress(f"download {dataset_id}") as progress, _explained(dataset_id):
+            folder = Path(snapshot_download(dataset_id, **wanted, tqdm_class=_reporting_to(progress)))
+    if part is None:
+        return folder
+    found = [each for each in sorted(folder.rglob(part)) if each.is_dir()]
+    if not found:
+        raise FileNotFoundError(f"{dataset_id} has no folder {part!r} of parquet files")
+    return found[0]
+
+
 def describe(model_id: str) -> tuple[Path, str]:
     """The folder with the model's config, and the type that most of its weights are stored in: no weight is fetched."""
-    from huggingface_hub import get_safetensors_metadata, hf_hub_download
+    from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
 
+    folder = fetch_config(model_id)
     with _explained(model_id):
-        config = Path(hf_hub_download(model_id, "config.json"))
         try:
             counts = get_safetensors_metadata(model_id).parameter_count
         except NotASafetensorsRepoError:
             raise FileNotFoundError(f"{model_id} has no safetensors on the Hub, so it cannot be run") from None
-        return config.parent, max(counts, key=counts.__getitem__)
+        return folder, max(counts, key=counts.__getitem__)
 
 
 @contextmanager

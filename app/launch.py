@@ -2,23 +2,28 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from app.baselines import baseline
 from app.draft import DraftModel, attention_for, external_draft, make_drafter, self_draft
+from app.environment import environment_engine_key
 from app.forecast import decide, device_limit, ram_room
 from app.learned import recall, remember
+from app.learned_draft import LearnedDraft, learned_draft
 from app.machines import Machine, curves, this_machine
 from app.models import locate
+from app.past import suffix_drafter
 from app.progress import Progress
+from app.remote import RemoteSession, connect
 from app.session import Session, stop_ids_of
-from app.settings import DRAFT_KINDS, Resolved, Settings, with_generation_config
+from app.settings import DRAFT_KINDS, Resolved, Settings, idle_settings, with_generation_config
 from app.target import load_tokenizer, open_target
 from app.treecheck import honours_trees
 from offload.checkpoint import Checkpoint
-from offload.hardware import Hardware, measure_read_bps, probe
+from offload.hardware import Hardware, Rates, measure_read_bps, probe
 from offload.load import Loaded, Outline, load_model, outline
 from offload.plan import Plan
 from offload.predict import BUDGETS, Choice, Draft
@@ -28,6 +33,7 @@ from specexec.budget import Pace
 from specexec.drafters.chain import ChainDrafter
 from specexec.lm import CachedLM
 from specexec.sampling import SamplingParams
+from specexec.verify import verify
 
 _DEFAULT_CTX = 4096
 _LINK_SAMPLE_BYTES = 256 << 20
@@ -36,24 +42,36 @@ _PROBE_ROWS = 64
 
 @dataclass(frozen=True)
 class Running:
-    """A session and what a status line needs to know of it."""
+    """A session and what a status line needs to know of it; of another server's, nothing but settings is known."""
 
-    session: Session
-    checkpoint: Checkpoint
+    session: Session | RemoteSession
     chosen: Resolved
-    choice: Choice
-    raw_link_bps: float | None
-    count_streamed: Callable[[], int]  # bytes so far
+    checkpoint: Checkpoint | None = None
+    choice: Choice | None = None
+    shape: Shape | None = None
+    rates: Rates | None = None
+    raw_link_bps: float | None = None
+    count_streamed: Callable[[], int] = lambda: 0  # bytes so far
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Plan | None:
         """Where the target's layers are."""
-        return self.choice.plan
+        return self.choice.plan if self.choice else None
 
     @property
-    def draft(self) -> str:
+    def pass_bytes(self) -> int:
+        """What a pass streams."""
+        return self.plan.streamed_bytes if self.plan else 0
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What the memory of the compute device was planned for."""
+        return self.plan.limit_bytes if self.plan else None
+
+    @property
+    def draft(self) -> str | None:
         """The kind of draft, or the model that drafts."""
-        return self.choice.draft.kind
+        return self.choice.draft.kind if self.choice else None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -86,16 +104,24 @@ class _Target:
 
 
 @contextmanager
-def open_session(chosen: Resolved, *, offline: bool, note: Callable[[str], None]) -> Iterator[Running]:
+def open_session(
+    chosen: Resolved, *, offline: bool, note: Callable[[str], None], method: str | None = None
+) -> Iterator[Running]:
     """Opens what the settings ask for and closes it again. `note` is told in a line what was decided for the user.
 
-    Raises FileNotFoundError, ValueError, ConnectionError or DoesNotFit, each in one line.
+    method: one of BASELINES that is to use the settings' draft model, for comparison.
+    Raises OSError, ValueError or DoesNotFit, each in one line.
     """
+    if chosen.settings.engine:
+        yield _remote(chosen, note)
+        return
     checkpoint = open_target(chosen.settings, offline=offline)
     chosen = with_generation_config(chosen, checkpoint.generation_config)
+    for line in idle_settings(chosen):
+        note(line)
     settings = chosen.settings
     target = _outlined(checkpoint, settings)
-    draft = _external_draft(settings, target, offline=offline)
+    draft = _external_draft(settings, target, offline=offline, note=note)
     machine = _measured(target, settings)
     choice, draft = _chosen(settings, target, draft, machine)
     kind, budget, chosen_plan = choice.draft.kind, choice.budget, choice.plan
@@ -103,7 +129,8 @@ def open_session(chosen: Resolved, *, offline: bool, note: Callable[[str], None]
         note("draft: n-grams of the context, for a copy of the target is too large (--draft MODEL takes a small one)")
     with ExitStack() as opened:
         loaded = opened.enter_context(_loaded(target, chosen_plan, machine.hardware))
-        draft_loaded = opened.enter_context(draft.load(loaded, machine.hardware)) if draft else None
+        model = draft if isinstance(draft, DraftModel) else None
+        draft_loaded = opened.enter_context(model.load(loaded, machine.hardware)) if model else None
         rows = target.ctx + budget  # of the KV caches: the context and one tree
 
         def count_streamed() -> int:
@@ -113,12 +140,22 @@ def open_session(chosen: Resolved, *, offline: bool, note: Callable[[str], None]
         lm = CachedLM(loaded.model, rows, vocab_size=vocab_size)
         acceptance = Acceptance()
         if draft is not None:
-            pair = f"{checkpoint.path} {draft.checkpoint.path} {draft.is_nf4} {target.dtype}"
+            drafting = f"{model.checkpoint.path} {model.is_nf4}" if model else str(draft.directory)
+            pair = f"{checkpoint.path} {drafting} {target.dtype}"
             acceptance = recall(pair)
             opened.callback(lambda: remember(pair, acceptance))
-        is_self = draft is not None and draft.is_self
-        drafter = make_drafter(draft_loaded, kind, lm, is_self=is_self, acceptance=acceptance)
-        if drafter is not None and not honours_trees(lm):
+        draft_lm = model.behind(draft_loaded, lm, budget, shares_rows=method is None) if model else None
+        repeats = kind in ("suffix", "graft")
+        keeps = settings.past == "on"
+        suffix = opened.enter_context(suffix_drafter(target.tokenizer, keeps=keeps)) if repeats else None
+        drafter, walk = make_drafter(kind, draft_lm, acceptance=acceptance, suffix=suffix), verify
+        if isinstance(draft, LearnedDraft):
+            drafter = draft.drafter(lm, acceptance)
+        if method is not None:
+            drafter, walk = baseline(method, draft_lm, budget)
+        if drafter is not None and method != "chain" and not honours_trees(lm):
+            if walk is not verify:
+                raise ValueError(f"{method} needs tree masks, which this version of transformers does not honour here")
             note("draft: chains only, since this version of transformers does not honour tree masks for this model")
             drafter = ChainDrafter(drafter)
         session = Session(
@@ -129,10 +166,20 @@ def open_session(chosen: Resolved, *, offline: bool, note: Callable[[str], None]
             budget=settings.budget or Pace(budget),
             stop_ids=stop_ids_of(target.tokenizer, checkpoint.config.get_text_config(), checkpoint.generation_config),
             count_streamed=count_streamed,
+            walk=walk,
+            note=note,
         )
         rate = machine.rates.link_bps if chosen_plan.tier == "ram" else machine.rates.disk_bps
         raw_link_bps = rate if chosen_plan.streamed else None
-        yield Running(session, checkpoint, chosen, choice, raw_link_bps, count_streamed)
+        yield Running(session, chosen, checkpoint, choice, target.shape, machine.rates, raw_link_bps, count_streamed)
+
+
+def _remote(chosen: Resolved, note: Callable[[str], None]) -> Running:
+    settings = chosen.settings
+    session = connect(settings.engine, settings.target, environment_engine_key())
+    for line in (f"engine: {session.model} at {settings.engine}", *idle_settings(chosen)):
+        note(line)
+    return Running(session, replace(chosen, settings=replace(settings, target=session.model)))
 
 
 def _outlined(checkpoint: Checkpoint, settings: Settings) -> _Target:
@@ -144,11 +191,24 @@ def _outlined(checkpoint: Checkpoint, settings: Settings) -> _Target:
     return _Target(checkpoint, parts, shape_of(parts, dtype), tokenizer, device, dtype, ctx)
 
 
-def _external_draft(settings: Settings, target: _Target, *, offline: bool) -> DraftModel | None:
+def _external_draft(
+    settings: Settings, target: _Target, *, offline: bool, note: Callable[[str], None]
+) -> DraftModel | LearnedDraft | None:
     if settings.draft in DRAFT_KINDS:
         return None
     directory = locate(settings.draft, offline=offline)
-    return external_draft(directory, target.tokenizer, target.dtype, is_nf4=settings.draft_bits == 4)
+    vocab_size = target.shape.text.vocab_size
+    if learned := learned_draft(directory, target.checkpoint.path, vocab_size=vocab_size, dtype=target.dtype):
+        return learned
+    return external_draft(
+        directory,
+        target.tokenizer,
+        target.dtype,
+        is_nf4=settings.draft_bits == 4,
+        ctx=target.ctx,
+        draft_ctx=settings.draft_ctx,
+        note=note,
+    )
 
 
 def _measured(target: _Target, settings: Settings) -> Machine:
@@ -158,8 +218,8 @@ def _measured(target: _Target, settings: Settings) -> Machine:
 
 
 def _chosen(
-    settings: Settings, target: _Target, external: DraftModel | None, machine: Machine
-) -> tuple[Choice, DraftModel | None]:
+    settings: Settings, target: _Target, external: DraftModel | LearnedDraft | None, machine: Machine
+) -> tuple[Choice, DraftModel | LearnedDraft | None]:
     """Draft, budget and plan together, and the model that drafts."""
     own = self_draft(target.checkpoint, target.outline, target.dtype)
     models = {"auto": {"self": own, "ngram": None}, "self": {"self": own}, "graft": {"graft": own}}.get(
@@ -180,9 +240,11 @@ def _chosen(
     return choice, models[choice.draft.kind]
 
 
-def _draft(kind: str, model: DraftModel | None) -> Draft:
+def _draft(kind: str, model: DraftModel | LearnedDraft | None) -> Draft:
     if model is None:
         return Draft(kind, curves()[kind], None, lambda rows, batch: {})
+    if isinstance(model, LearnedDraft):
+        return Draft(kind, curves()["learned"], None, model.memory)
     return Draft(
         kind, curves()["self" if model.is_self else "model"], shape_of(model.outline, model.dtype), model.memory
     )

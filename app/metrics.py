@@ -6,6 +6,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from app.session import Chunk
+from app.stats import Stats
 from app.worker import Outcome
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -54,6 +55,9 @@ class Metrics:
 
     def _count(self, chunk: Chunk, elapsed_s: float, streamed_bytes: int) -> None:
         stats, step = chunk.stats, chunk.step
+        if step is None:
+            self._count_whole(stats)
+            return
         if stats.passes == 1:
             self._first.observe(elapsed_s)
             self._prompt.inc(stats.prompt_tokens)
@@ -67,6 +71,14 @@ class Metrics:
         self._passes.inc()
         self._streamed.inc(streamed_bytes)
         self._link.set(stats.link_bps)
+
+    def _count_whole(self, stats: Stats) -> None:
+        """An answer of another server, which counts at its end."""
+        if stats.finish_reason:
+            self._first.observe(stats.prefill_s)
+            self._prompt.inc(stats.prompt_tokens)
+            self._reused.inc(stats.cached_tokens)
+            self._generated.inc(stats.tokens)
 
     def text(self) -> bytes:
         """The exposition format."""

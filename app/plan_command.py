@@ -2,10 +2,11 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from app.blueprint import Blueprint, draw_up
+from app.advice import Advice, advice_lines, advise, assumed_lengths, situation
+from app.blueprint import Blueprint, draw_up, glimpse
 from app.environment import is_offline
 from app.forecast import Lever, Question, forecast, levers
 from app.launch import compute_dtype, context_length, device_name
@@ -58,12 +59,14 @@ def show_plan(chosen: Resolved, elsewhere: Elsewhere, given: Mapping[str, str], 
         report["levers"] = [_lever_entry(given, each) for each in helpful]
         code = 1
     else:
-        helpful = levers(question, choice)
+        helpful, advice = levers(question, choice), _advice(question, shape, choice)
         lines += _memory_lines(choice.plan)
         lines += [f"verdict: {_verdict(choice.plan)}", *_speed_lines(question, shape, choice)]
+        lines += advice_lines(advice)
         lines += [f"lever: x{each.gain:.2g}  {_command(given, each)}  ({each.why})" for each in helpful]
         report = _report(question, shape, choice)
         report["levers"] = [_lever_entry(given, each) for each in helpful]
+        report["guidelines"] = advice.to_data()
         code = 0
     print("\n".join([*lines, json.dumps(report)] if as_json else lines), flush=True)
     return code
@@ -79,12 +82,26 @@ def verdict_line(chosen: Resolved, *, offline: bool) -> str:
     return f"{_verdict(choice.plan)}; about {choice.prediction.tokens_per_s[1]:.2g} tokens/s expected"
 
 
-def _question(chosen: Resolved, elsewhere: Elsewhere, *, offline: bool) -> Question:
+def outlook(
+    chosen: Resolved, elsewhere: Elsewhere, *, offline: bool, look: Callable[..., Blueprint] = glimpse
+) -> tuple[str, float | None]:
+    """The first words of the verdict and the tokens per second to expect; `look` makes a blueprint of a name."""
+    try:
+        _, choice = forecast(_question(chosen, elsewhere, offline=offline, look=look))
+    except DoesNotFit:
+        return "does not fit", None
+    return _verdict(choice.plan).partition(":")[0], choice.prediction.tokens_per_s[1]
+
+
+def _question(
+    chosen: Resolved, elsewhere: Elsewhere, *, offline: bool, look: Callable[..., Blueprint] = draw_up
+) -> Question:
     settings = chosen.settings
-    assert settings.target is not None
-    target = draw_up(settings.target, offline=offline)
+    if settings.target is None:
+        raise ValueError("name a model with --target or --preset")
+    target = look(settings.target, offline=offline)
     external = settings.draft not in DRAFT_KINDS
-    draft_model = draw_up(settings.draft, offline=offline) if external else None
+    draft_model = look(settings.draft, offline=offline) if external else None
     bits = settings.bits or 16
     if elsewhere.gpu:
         machine = named_machine(elsewhere.gpu, elsewhere.ram_bytes, elsewhere.disk_bps)
@@ -168,6 +185,11 @@ def _speed_lines(question: Question, shape: Shape, choice: Choice) -> list[str]:
         )
     waits = [f"{_first_token(question, shape, choice, n):.2g} s at {n}" for n in _prompts(question)]
     return [*lines, f"first token: {', '.join(waits)} tokens of prompt"]
+
+
+def _advice(question: Question, shape: Shape, choice: Choice) -> Advice:
+    where = situation(shape, choice, question.machine.rates, question.ctx)
+    return advise(where, assumed_lengths(choice.draft.curve))
 
 
 def _first_token(question: Question, shape: Shape, choice: Choice, num_tokens: int) -> float:

@@ -1,5 +1,6 @@
 """Presets: TOML files that name a target, a draft and limits; those in `configs/` go by their names."""
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +14,18 @@ from app.spelling import nearest
 
 DEFAULT = "demo"
 _TABLES = {"acceptance", "hardware"}  # files in `configs/` that are no presets
+_ABOUT = ("why", "gpu", "ram")  # what a preset says that is no setting
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A preset's settings as the file has them, and why one would choose it."""
+    """A preset's settings as the file has them, why one would choose it, and the machine that it is meant for."""
 
     name: str
     why: str
     settings: Mapping[str, Any]
+    gpu: str | None = None
+    ram: str | None = None
 
 
 def load_preset(name_or_file: str) -> Preset:
@@ -38,10 +42,10 @@ def load_preset(name_or_file: str) -> Preset:
 
 
 def chosen_settings(preset: str | None, flags: Mapping[str, Any]) -> Resolved:
-    """What flags, environment and preset say together; the demo preset counts only where nothing names a target."""
+    """What flags, environment and preset say; the demo preset counts only where nothing names a target or engine."""
     environment = environment_settings(READERS)
     name = preset or environment_preset()
-    if name is None and "target" not in flags and "target" not in environment:
+    if name is None and not {"target", "engine"} & {*flags, *environment}:
         name = DEFAULT
     if name is None:
         return resolve(flags, environment, {})
@@ -49,9 +53,12 @@ def chosen_settings(preset: str | None, flags: Mapping[str, Any]) -> Resolved:
 
 
 def preset_names() -> list[str]:
-    """The built-in presets, sorted."""
+    """The built-in presets, sorted, 4 before 12."""
     names = {each.name.removesuffix(".toml") for each in files("configs").iterdir() if each.name.endswith(".toml")}
-    return sorted(names - _TABLES)
+    return sorted(
+        names - _TABLES,
+        key=lambda name: [part.zfill(6) if part.isdigit() else part for part in re.split(r"(\d+)", name)],
+    )
 
 
 def _parse(name: str, content: bytes) -> Preset:
@@ -60,8 +67,9 @@ def _parse(name: str, content: bytes) -> Preset:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"preset {name} is not readable TOML: {error}") from None
     for key in table:
-        if key not in READERS and key != "why":
-            raise ValueError(f"preset {name}: unknown key {key!r}{nearest(key, [*READERS, 'why'])}")
+        if key not in READERS and key not in _ABOUT:
+            raise ValueError(f"preset {name}: unknown key {key!r}{nearest(key, [*READERS, *_ABOUT])}")
     if "target" not in table:
         raise ValueError(f'preset {name} names no target: add target = "a directory, a Hub id or a .gguf file"')
-    return Preset(name, str(table.pop("why", "")), table)
+    about = {key: str(table.pop(key)) for key in _ABOUT if key in table}
+    return Preset(name, about.pop("why", ""), table, **about)

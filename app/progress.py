@@ -33,7 +33,7 @@ def told(listener: Listener) -> Iterator[None]:
 
 
 class Progress:
-    """Shows how far a phase is; call it with units done and in all. `unit` "B" counts bytes, else the unit's name.
+    """Shows how far a phase is; call it with units done and in all. `unit`: "B" for bytes, "%" for shares, else a name.
 
     Nothing is shown for a phase that is over before the first interval has passed.
     """
@@ -78,17 +78,18 @@ class Progress:
         ending = f"{elapsed:.0f} s"
         if self._done < self._total:
             ending = f"{(self._total - self._done) / rate:.0f} s left" if rate else "time left unknown"
-        line = f"{self._phase}: {100 * self._done / self._total:.0f} %, {amount}, {speed}, {ending}"
+        amounts = [amount, speed] if self._unit != "%" else []
+        line = ", ".join([f"{self._phase}: {100 * self._done / self._total:.0f} %", *amounts, ending])
         print(f"\r{line:<79}" if self._rewrites else line, end="" if self._rewrites else "\n", file=self._stream)
         self._stream.flush()
         self._is_visible = True
 
 
 @contextmanager
-def watching(phase: str, count_done: Callable[[], int], total: int) -> Iterator[None]:
-    """Shows the progress of what runs inside, in bytes, by asking `count_done` from a thread of its own."""
+def watching(phase: str, count_done: Callable[[], int], total: int, *, unit: str = "B") -> Iterator[None]:
+    """Shows the progress of what runs inside by asking `count_done` from a thread of its own."""
     over = threading.Event()
-    with Progress(phase) as progress:
+    with Progress(phase, unit) as progress:
 
         def watch() -> None:
             while not over.wait(_POLL_S):

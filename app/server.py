@@ -136,6 +136,8 @@ def _order(running: Running, asked: GenerationRequest) -> Order:
     settings, session = running.chosen.settings, running.session
     seed = settings.seed if "seed" in running.chosen.origins else random.getrandbits(63)
     params = asked.params(settings, seed=seed)
+    if running.plan is None and asked.num_logprobs is not None:
+        raise Refused("logprobs are not passed on from another server", "logprobs")
     field = "messages" if isinstance(asked, ChatRequest) else "prompt"
     try:
         if isinstance(asked, ChatRequest):
@@ -152,7 +154,8 @@ def _order(running: Running, asked: GenerationRequest) -> Order:
     except ValueError as error:
         raise Refused(str(error), field) from error
     most = asked.most_tokens or settings.max_tokens
-    return Order(prompt, params, most, asked.stop or settings.stop, asked.num_logprobs)
+    opening = session.opening(prompt) if isinstance(asked, ChatRequest) else ""
+    return Order(prompt, params, most, asked.stop or settings.stop, asked.num_logprobs, opening)
 
 
 class Answer:

@@ -1,7 +1,7 @@
 """From messages to text: chat template, engine steps, decoded chunks, and what each answer cost."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,16 @@ from app.cancel import leave_between_layers
 from app.stats import Stats
 from app.template import Message, render
 from app.textstream import TextStream
+from app.thinking import OPEN
 from specexec.budget import Pace
 from specexec.drafters import Drafter
 from specexec.drafters.model import ModelDrafter
 from specexec.engine import Step, TokenLogprob, generate
 from specexec.lm import CachedLM
 from specexec.sampling import SamplingParams, make_sampler
+from specexec.verify import verify
 
+_OPENING_TOKENS = 16
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 
 
@@ -25,12 +28,13 @@ _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 class Chunk:
     """A piece of the answer, maybe empty, and the sums up to it; the last chunk's stats have a finish_reason.
 
-    step: the pass that it came from. logprobs: an entry per token of the answer, if asked for; end-of-text has none.
+    step: the pass that it came from, None of another server's. logprobs: an entry per token of the answer, if asked
+    for; end-of-text has none.
     """
 
     text: str
     stats: Stats
-    step: Step
+    step: Step | None
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -43,6 +47,7 @@ class Session:
 
     ctx: the most tokens of prompt and answer together. budget: the most nodes of a tree.
     stop_ids: tokens that end an answer. count_streamed: bytes that have crossed the link so far.
+    walk: see generate(). note: told once, at the end of an answer, that the draft does not pay.
     """
 
     def __init__(
@@ -55,13 +60,20 @@ class Session:
         budget: int | Pace,
         stop_ids: frozenset[int],
         count_streamed: Callable[[], int] = lambda: 0,
+        walk: Callable[..., list[int]] = verify,
+        note: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.target, self.drafter, self._tokenizer = target, drafter, tokenizer
-        self.ctx, self._budget, self._stop_ids = ctx, budget, stop_ids
-        self._count_streamed = count_streamed
+        self.ctx, self._budget, self.stop_ids = ctx, budget, stop_ids
+        self._count_streamed, self._walk, self._note = count_streamed, walk, note
+        self._is_pause_told = False
         self._is_cancelled: Callable[[], bool] = _never
         for lm in (target, drafter.lm) if isinstance(drafter, ModelDrafter) else (target,):
             leave_between_layers(lm, lambda: self._is_cancelled())
+
+    @property
+    def _num_paused(self) -> int:
+        return self._budget.num_paused if isinstance(self._budget, Pace) and self.drafter is not None else 0
 
     @property
     def vocab_size(self) -> int:
@@ -74,6 +86,12 @@ class Session:
         # A template may leave the first token to the tokenizer, or write what that adds as well.
         begins = self._tokenizer("")["input_ids"][:1]
         return [*begins, *ids] if begins == [self._tokenizer.bos_token_id] and ids[:1] != begins else ids
+
+    def opening(self, prompt: Sequence[int]) -> str:
+        """What a chat's prompt has said of the answer already: `<think>`, where the template opens the thought."""
+        end = self._tokenizer.decode(prompt[-_OPENING_TOKENS:], clean_up_tokenization_spaces=False)
+        _, mark, rest = end.rpartition(OPEN)
+        return mark + rest if mark and not rest.strip() else ""
 
     def encode_raw(self, text: str) -> list[int]:
         """Token ids of plain text, with whatever the tokenizer puts before it."""
@@ -105,11 +123,11 @@ class Session:
         self.require_room(prompt)
         self._is_cancelled = is_cancelled
         room = self.ctx - len(prompt)
-        sampler = make_sampler(params, self._stop_ids, len(prompt))
+        sampler = make_sampler(params, self.stop_ids, len(prompt))
         text = TextStream(self._decode, stop)
         stats = Stats(prompt_tokens=len(prompt))
         started, streamed_before = time.perf_counter(), self._count_streamed()
-        computed_before = self.target.num_computed
+        computed_before, paused_before = self.target.num_computed, self._num_paused
         for step in generate(
             self.target,
             self.drafter,
@@ -117,8 +135,9 @@ class Session:
             sampler,
             budget=self._budget,
             max_tokens=min(max_tokens or room, room),
-            stop=self._stop_ids,
+            stop=self.stop_ids,
             num_logprobs=num_logprobs,
+            walk=self._walk,
         ):
             if not stats.passes:
                 cached = len(prompt) - (self.target.num_computed - computed_before)
@@ -126,7 +145,7 @@ class Session:
             pieces, num_used = [], 0
             for token in step.tokens:
                 num_used += 1
-                if token in self._stop_ids:
+                if token in self.stop_ids:
                     break
                 pieces.append(text.push(token))
                 if text.is_stopped:
@@ -139,16 +158,24 @@ class Session:
                 passes=stats.passes + 1,
                 drafted=stats.drafted + step.drafted,
                 accepted=stats.accepted + step.accepted,
+                draft_paused=self._num_paused - paused_before,
                 draft_s=stats.draft_s + step.draft_s,
                 verify_s=stats.verify_s + step.verify_s,
                 elapsed_s=time.perf_counter() - started,
                 streamed_bytes=self._count_streamed() - streamed_before,
                 finish_reason="stop" if text.is_stopped else step.finish,
             )
-            num_shown = num_used - (step.tokens[num_used - 1] in self._stop_ids)
+            if stats.finish_reason:
+                self._tell_of_pause(stats)
+            num_shown = num_used - (step.tokens[num_used - 1] in self.stop_ids)
             yield Chunk("".join(pieces), stats, step, step.logprobs[:num_shown])
             if text.is_stopped:
                 return
+
+    def _tell_of_pause(self, stats: Stats) -> None:
+        if stats.draft_paused and not self._is_pause_told:
+            self._is_pause_told = True
+            self._note("draft: switched off for the time being, since it costs more than it brings; it is tried again")
 
     def require_room(self, prompt: Sequence[int]) -> None:
         """ValueError unless `prompt` has a token, and the context one more for the answer."""
@@ -162,6 +189,13 @@ class Session:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def begun(opening: str, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """`chunks`, the first one with `opening` before its text."""
+    for chunk in chunks:
+        yield replace(chunk, text=opening + chunk.text) if opening else chunk
+        opening = ""
 
 
 def stop_ids_of(tokenizer: PreTrainedTokenizerBase, *configs: Any) -> frozenset[int]:

@@ -11,6 +11,13 @@ from app.spelling import nearest
 
 DRAFT_KINDS = ("auto", "self", "ngram", "suffix", "graft", "none")  # anything else names a model
 
+_PASSED_ON = {  # to the server that an engine is
+    *("engine", "target", "temp", "top_p", "top_k", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "seed", "max_tokens", "stop", "system"),
+}
+
+_CUTS = ("top_p", "top_k", "min_p")  # of what is drawn from, where anything is drawn
+
 Reader = Callable[[Any], Any]
 
 
@@ -22,6 +29,12 @@ def _text(value: Any) -> str:
 
 def _texts(value: Any) -> tuple[str, ...]:
     return tuple(_text(each) for each in ([value] if isinstance(value, str) else value))
+
+
+def _url(value: Any) -> str:
+    if not str(value).startswith(("http://", "https://")):
+        raise ValueError(f"an address such as http://localhost:8000/v1, not {value!r}")
+    return str(value).rstrip("/")
 
 
 def _size(value: Any) -> int:
@@ -62,10 +75,13 @@ def _auto_or(read: Reader) -> Reader:
 _penalty = _number(float, "between -2 and 2", lambda x: -2 <= x <= 2)
 
 READERS: dict[str, Reader] = {
+    "engine": _url,
     "target": _text,
     "bits": _number(int, "16, 8 or 4", lambda n: n in (16, 8, 4)),
     "draft": _text,
     "draft_bits": _number(int, "16 or 4", lambda n: n in (16, 4)),
+    "draft_ctx": _at_least(8),
+    "past": _choice("on", "off"),
     "dtype": _choice("bfloat16", "float16", "float32"),
     "ctx": _at_least(2),
     "budget": _auto_or(_at_least(1)),
@@ -91,12 +107,18 @@ READERS: dict[str, Reader] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One run's settings; None stands for what the machine or the context makes of it."""
+    """One run's settings; None stands for what the machine or the context makes of it.
 
+    engine: the address of another server that answers instead of this program; `target` is the model's name there.
+    """
+
+    engine: str | None = None
     target: str | None = None
     bits: int | None = None
     draft: str = "auto"
     draft_bits: int | None = None
+    draft_ctx: int | None = None
+    past: str = "on"
     dtype: str | None = None
     ctx: int | None = None
     budget: int | None = None
@@ -181,6 +203,14 @@ def with_generation_config(resolved: Resolved, generation_config: Any) -> Resolv
     return replace(resolved, settings=replace(resolved.settings, **new), origins=origins)
 
 
+def idle_settings(resolved: Resolved) -> list[str]:
+    """A line for each setting that was asked for and changes nothing, once the model has had its say."""
+    if resolved.settings.temp > 0:
+        return []
+    asked = [key for key in _CUTS if resolved.origins.get(key, "generation_config") != "generation_config"]
+    return [f"{key} ({resolved.origins[key]}) has no effect at temperature 0 (greedy)" for key in asked]
+
+
 def flag_name(key: str) -> str:
     """`top_p` -> `--top-p`."""
     return "--" + key.replace("_", "-")
@@ -189,12 +219,18 @@ def flag_name(key: str) -> str:
 def _refuse_idle(resolved: Resolved) -> None:
     """Refuses a flag that another setting leaves without effect."""
     settings, origins = resolved.settings, resolved.origins
+    if settings.engine:
+        for key, origin in origins.items():
+            if origin == "flag" and key not in _PASSED_ON:
+                raise ValueError(f"{flag_name(key)} has no effect with an --engine: the server there has its own")
     external = settings.draft not in DRAFT_KINDS
     if origins.get("draft_bits") == "flag" and not external and (settings.draft, settings.draft_bits) != ("self", 4):
         raise ValueError(
             f"--draft-bits {settings.draft_bits} needs a draft model: --draft ID or a directory, not {settings.draft}"
         )
+    if origins.get("draft_ctx") == "flag" and not external:
+        raise ValueError(f"--draft-ctx needs a draft model: --draft ID or a directory, not {settings.draft}")
     if "temp" in origins and settings.temp == 0:
-        for key in ("top_p", "top_k", "min_p"):
+        for key in _CUTS:
             if origins.get(key) == "flag":
                 raise ValueError(f"{flag_name(key)} has no effect at temperature 0 (greedy): add --temp 0.8 or so")

@@ -11,6 +11,7 @@ class Stats:
 
     tokens: emitted ones, an end-of-text token included. passes: the target's, the prefill included.
     cached_tokens: how many of the prompt's were not computed again. prefill_s: until the first pass was done.
+    draft_paused: passes without guesses because the draft did not pay (see Pace).
     elapsed_s: wall-clock time since the answer was asked for. finish_reason: None while it goes on.
     """
 
@@ -21,6 +22,7 @@ class Stats:
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    draft_paused: int = 0
     draft_s: float = 0.0
     verify_s: float = 0.0
     elapsed_s: float = 0.0
@@ -47,7 +49,10 @@ class Stats:
 
 
 def status_line(stats: Stats, raw_link_bps: float | None, peak_bytes: int, limit_bytes: int | None) -> str:
-    """One line for standard error."""
+    """One line for standard error; of another server's answer, whose passes are not known, what can be told."""
+    if not stats.passes:
+        first = f"first after {stats.prefill_s:.2f} s"
+        return f"{stats.tokens} tokens | {stats.tokens_per_s:.2f} tokens/s | {first}"
     parts = [
         f"{stats.tokens} tokens",
         f"{stats.tokens_per_s:.2f} tokens/s",
@@ -55,6 +60,8 @@ def status_line(stats: Stats, raw_link_bps: float | None, peak_bytes: int, limit
         f"{stats.s_per_pass:.3f} s/pass",
         f"{format_size(stats.streamed_bytes)} streamed",
     ]
+    if stats.draft_paused:
+        parts.append(f"draft paused for {stats.draft_paused} of {stats.passes} passes")
     if raw_link_bps:
         share = 100 * stats.link_bps / raw_link_bps
         parts.append(f"link {stats.link_bps / 1e9:.2f} GB/s ({share:.0f} % of {raw_link_bps / 1e9:.2f})")

@@ -1,6 +1,6 @@
 """Leaves out what a model thinks aloud between <think> and </think>, and the empty lines behind it."""
 
-_OPEN, _CLOSE = "<think>", "</think>"
+OPEN, _CLOSE = "<think>", "</think>"
 
 
 class ThinkingFilter:
@@ -15,7 +15,7 @@ class ThinkingFilter:
         self._held += text
         shown = ""
         while True:
-            mark = _CLOSE if self._is_inside else _OPEN
+            mark = _CLOSE if self._is_inside else OPEN
             before, found, after = self._held.partition(mark)
             if not found:
                 break

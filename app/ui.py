@@ -85,6 +85,8 @@ class Page:
             return f"loading: {state} <progress max='1' value='{state.share:.3f}'></progress>"
         worker = self._models.worker
         waiting = f", {worker.num_waiting} waiting" if worker and worker.num_waiting else ""
+        if running.plan is None:
+            return f"{model_name(running)} at {running.chosen.settings.engine}{waiting}"
         memory = f"memory {format_size(peak_rss_bytes())} of {format_size(running.plan.limit_bytes)}"
         layers = f"{len(running.plan.resident)} layers resident, {len(running.plan.streamed)} streamed"
         return f"{model_name(running)}, draft {running.draft} | {layers} | {memory}{waiting}"
@@ -154,7 +156,8 @@ class Page:
                     yield *((gr.skip(),) * 3), chunk, gr.skip(), gr.skip()
                     continue
                 answer += chunk.text
-                tab.passes.append(len(chunk.step.tokens))
+                if chunk.step is not None:
+                    tab.passes.append(len(chunk.step.tokens))
                 if chunk.stats.finish_reason or time.monotonic() - shown >= _INTERVAL_S:
                     yield self._shown(turns, answer, chunk, running, tab)
                     shown = time.monotonic()
@@ -185,7 +188,8 @@ class Page:
             repetition_penalty=repeat_penalty,
             seed=random.getrandbits(63) if seed is None else int(seed),
         )
-        return Request(prompt, params, int(max_tokens) or None, running.chosen.settings.stop), running
+        stop, opening = running.chosen.settings.stop, running.session.opening(prompt)
+        return Request(prompt, params, int(max_tokens) or None, stop, opening=opening), running
 
     def _chunks(self, outcomes: "queue.SimpleQueue[Outcome]", ticket: Ticket) -> Iterator[Chunk | str]:
         """Chunks as they come; while there are none, a line that says why."""
@@ -205,12 +209,10 @@ class Page:
                 return
 
     def _shown(self, turns: list[Message], answer: str, chunk: Chunk, running: Running, tab: Tab) -> tuple[Any, ...]:
-        status = _status(chunk.stats, running)
-        tree: Any = gr.skip()
-        if chunk.step.drafted:
-            tree = tree_svg(chunk.step.tree, chunk.step.tokens, running.session.text_of)
+        status, step = _status(chunk.stats, running), chunk.step
+        tree = tree_svg(step.tree, step.tokens, running.session.text_of) if step and step.drafted else gr.skip()
         shown = [*turns, {"role": "assistant", "content": answer}]
-        return gr.skip(), shown, gr.skip(), status, tree, passes_svg(tab.passes)
+        return gr.skip(), shown, gr.skip(), status, tree, passes_svg(tab.passes) if tab.passes else gr.skip()
 
 
 def mounted(api: FastAPI, models: Host, chosen: Resolved, *, api_key: str | None) -> FastAPI:
@@ -235,9 +237,10 @@ def mounted(api: FastAPI, models: Host, chosen: Resolved, *, api_key: str | None
 
 def _blocks(page: Page, chosen: Resolved) -> gr.Blocks:
     settings = chosen.settings
+    is_here = settings.engine is None  # else there is nothing to load, and nothing is known of passes
     with gr.Blocks(title="specexec", analytics_enabled=False, fill_height=True) as blocks:
         turns = gr.BrowserState([])
-        with gr.Accordion("Model", open=False):
+        with gr.Accordion("Model", open=False, visible=is_here):
             with gr.Row():
                 preset = gr.Dropdown([_OWN, *preset_names()], value=_OWN, label="Preset", elem_id="preset")
                 load = gr.Button("Load", elem_id="load", scale=0)
@@ -265,7 +268,7 @@ def _blocks(page: Page, chosen: Resolved) -> gr.Blocks:
                 gr.Number(settings.max_tokens or 0, precision=0, minimum=0, label="Most tokens (0: what fits)"),
                 gr.Number(None, precision=0, minimum=0, label="Seed (empty: another each time)"),
             ]
-        with gr.Accordion("Behind the answer: the last token tree", open=False, elem_id="behind"):
+        with gr.Accordion("Behind the answer: the last token tree", open=False, elem_id="behind", visible=is_here):
             passes = gr.HTML(elem_id="passes")
             tree = gr.HTML(elem_id="tree")
         outputs = [text, chat, turns, status, tree, passes]
@@ -289,14 +292,17 @@ def _blocks(page: Page, chosen: Resolved) -> gr.Blocks:
 def _status(stats: Stats, running: Running) -> str:
     phase = {None: "answering", "stop": "done", "length": "ended at the limit"}[stats.finish_reason]
     used, ctx = stats.prompt_tokens + stats.tokens, running.session.ctx
-    parts = [
-        phase,
-        f"{stats.tokens_per_s:.1f} tokens/s",
-        f"{stats.tokens_per_pass:.2f} tokens per pass",
-        f"link {stats.link_bps / 1e9:.2f} GB/s",
-        f"memory {format_size(peak_rss_bytes())} of {format_size(running.plan.limit_bytes)}",
-        f"context {used} of {ctx}",
-    ]
+    parts = [phase, f"{stats.tokens_per_s:.1f} tokens/s"]
+    if running.plan is not None:
+        parts += [
+            f"{stats.tokens_per_pass:.2f} tokens per pass",
+            f"link {stats.link_bps / 1e9:.2f} GB/s",
+            f"memory {format_size(peak_rss_bytes())} of {format_size(running.plan.limit_bytes)}",
+            *(["draft paused"] if stats.draft_paused else []),
+        ]
+    if ctx is None:  # another server that does not tell
+        return " | ".join([*parts, f"context {used}"])
+    parts.append(f"context {used} of {ctx}")
     return f"{' | '.join(parts)} <progress max='{ctx}' value='{used}' aria-label='context used'></progress>"
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from app.cancel import Cancelled
-from app.session import Chunk, Session
+from app.remote import RemoteSession
+from app.session import Chunk, Session, begun
+from app.template import Message
 from specexec.sampling import SamplingParams
 
 MAX_WAITING = 64
@@ -22,13 +24,14 @@ class Stopped(RuntimeError):  # noqa: N818
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be answered, and how."""
+    """What is to be answered, and how: token ids, or messages for another server."""
 
-    prompt: Sequence[int]
+    prompt: Sequence[int] | Sequence[Message]
     params: SamplingParams
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     num_logprobs: int | None = None
+    opening: str = ""
 
 
 Outcome = Chunk | Exception
@@ -51,7 +54,7 @@ class Ticket:
 class Worker:
     """Answers requests of one session one after another, in a thread of its own that `close` joins."""
 
-    def __init__(self, session: Session, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, session: Session | RemoteSession, *, max_waiting: int = MAX_WAITING) -> None:
         self._session, self._max_waiting = session, max_waiting
         self._waiting: deque[Ticket] = deque()
         self._running: Ticket | None = None
@@ -124,14 +127,15 @@ class Worker:
     def _answer(self, ticket: Ticket) -> None:
         request = ticket.request
         try:
-            for chunk in self._session.stream(
+            chunks = self._session.stream(
                 request.prompt,
                 request.params,
                 max_tokens=request.max_tokens,
                 stop=request.stop,
                 num_logprobs=request.num_logprobs,
                 is_cancelled=ticket._given_up.is_set,
-            ):
+            )
+            for chunk in begun(request.opening, chunks):
                 if ticket.is_given_up:
                     raise Cancelled
                 ticket.deliver(chunk)

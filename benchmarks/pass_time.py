@@ -2,7 +2,8 @@
 
     python benchmarks/pass_time.py [PNG]
 
-The demo model widened 16 times, stored in bf16, streams in a memory cgroup of 1.5 GB. The last line printed is one JSON object.
+The demo model widened 16 times, stored in bf16, streams in a memory cgroup of 1.5 GB. The last line printed is one JSON
+object.
 """
 
 import json

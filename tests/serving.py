@@ -25,9 +25,10 @@ class Served:
 
 
 @contextmanager
-def served(model, *, api_key=None, max_waiting=64, make_app=None, wait=True, **flags):
-    """Serves `model`; `make_app(api, host, chosen)` may put something around the interface."""
-    chosen = chosen_settings(None, {**FLAGS, "target": str(model), **flags})
+def served(model, *, api_key=None, max_waiting=64, make_app=None, wait=True, engine=None, **flags):
+    """Serves `model`, or what `engine` serves; `make_app(api, host, chosen)` may put something around the interface."""
+    own = {"engine": engine} if engine else {**FLAGS, "target": str(model)}
+    chosen = chosen_settings(None, {**own, **flags})
     host = Host(offline=True, note=lambda line: None, max_waiting=max_waiting)
     api = build(host)
     app = make_app(api, host, chosen) if make_app else api

@@ -1,6 +1,9 @@
 """The benchmark: SPEED-Bench's metrics by hand, own prompts, a run that is interrupted and goes on, its report."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -80,7 +83,80 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"question_id": 1, "category": "x", "turns": ["y"]}\n' + line)
     with pytest.raises(ValueError, match="line 2"):
-        read_questions(file)
+        read_questions(str(file))
+
+
+ROWS = [
+    {"question_id": "a", "category": "coding", "turns": ["x", "y"], "source": "own"},
+    {"question_id": "b", "category": "math", "turns": ["z"], "source": "own"},
+]
+
+
+def write_parquet(file: Path, rows: list[dict]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file
+
+
+def test_speed_bench_is_read_from_parquet(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "speed" / "qualitative" / "test.parquet", ROWS)
+    for source in (file, file.parent, tmp_path):
+        questions = read_questions(str(source))
+        assert [(each.question_id, each.category, each.turns) for each in questions] == [
+            ("a", "coding", ("x", "y")),
+            ("b", "math", ("z",)),
+        ]
+    write_parquet(tmp_path / "speed" / "throughput_1k" / "test.parquet", ROWS)
+    with pytest.raises(ValueError, match="several parts, speed/qualitative, speed/throughput_1k: name one"):
+        read_questions(str(tmp_path))
+    file.write_bytes(b"PAR1 is not enough")
+    with pytest.raises(ValueError, match="not readable parquet"):
+        read_questions(str(file))
+    write_parquet(file, [{"question_id": "a", "category": "math", "turns": []}])
+    with pytest.raises(ValueError, match="row 1: turns must be"):
+        read_questions(str(file))
+
+
+def test_placeholders_are_refused(tmp_path: Path) -> None:
+    held_back = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    file = write_parquet(tmp_path / "test.parquet", [*ROWS, {**ROWS[0], "turns": [held_back]}])
+    with pytest.raises(ValueError, match="1 of the 3 questions.*placeholders.*prepare_data"):
+        read_questions(str(file))
+
+
+def test_a_hub_data_set_is_read_from_the_cache(tmp_path: Path) -> None:
+    """In a process of its own: the Hub's library reads HF_HOME when it is imported."""
+    snapshot = tmp_path / "hub" / "datasets--some--set" / "snapshots" / "0123"
+    write_parquet(snapshot / "qualitative" / "test-00000-of-00001.parquet", ROWS)
+    write_parquet(snapshot / "throughput_1k" / "test-00000-of-00001.parquet", ROWS[:1])
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    script = (
+        "from app.bench_prompts import read_questions\n"
+        "print(len(read_questions('some/set/qualitative', offline=True)))\n"
+        "for source in ('some/set', 'other/set', 'some/set/nothing', 'nowhere'):\n"
+        "    try:\n"
+        "        read_questions(source, offline=True)\n"
+        "    except (OSError, ValueError) as error:\n"
+        "        print(type(error).__name__, error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    whole, *errors = done.stdout.splitlines()
+    assert whole == "2"
+    assert "several parts, qualitative, throughput_1k" in errors[0]
+    assert errors[1] == "ConnectionError other/set is not cached and this run is offline: fetch it first"
+    assert errors[2].startswith("FileNotFoundError some/set has no folder 'nothing'")
+    assert errors[3].startswith("FileNotFoundError no questions at 'nowhere'")
 
 
 def test_a_run_is_resumed_and_reported(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -109,12 +185,74 @@ def test_a_run_is_resumed_and_reported(chat_model: Path, tmp_path: Path, capsys:
     assert "belongs to other questions or settings" in capsys.readouterr().err
 
 
+def test_baselines_are_cells_like_others(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text('{"question_id": "q1", "category": "coding", "turns": ["the cat"]}\n')
+    options = [*("--target", str(chat_model), "--dtype", "float32", "--ctx", "256", "--max-tokens", "12", "--json")]
+    options += ["--drafts", "self,chain,specinfer,specexec,none", "--budgets", "9", "--vs", "none", "--out", str(out)]
+    assert main(["bench", str(prompts), *options]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])
+    cells = {(cell["draft"], cell["budget"]): cell for cell in results["cells"]}
+    assert set(cells) == {
+        *((draft, 9) for draft in ("self", "chain", "specinfer", "specexec")),
+        ("none", "auto"),
+    }
+    answers = {record["answer"] for record in map(json.loads, (out / "log.jsonl").read_text().splitlines()[1:])}
+    assert len(answers) == 1  # greedy text is that of plain decoding, with the sampling methods too
+    for (draft, budget), cell in cells.items():
+        longest = max(map(int, cell["acceptance"]["Acceptance_Length_Histogram"]))
+        deepest = {"none": 0, "specinfer": 3}.get(draft, budget)
+        assert 1 <= longest <= 1 + deepest, (draft, budget)
+        assert cell["guidelines"]["regime"] in ("memory", "latency", "attention", "compute")
+        assert set(cell["guidelines"]["draft_length"]) == {"gemm", "attention", "tiles", "latency"}
+    assert cells["chain", 9]["tokens_per_pass"] > 1.5  # a 4-bit copy is right now and then
+    assert cells["none", "auto"]["speedup"] == 1.0
+    assert "draft length by guideline: gemm " in (out / "results.md").read_text()
+
+
+def test_a_baseline_without_a_model_is_refused(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    options = ["--target", str(chat_model), "--draft", "none", "--drafts", "teapot", "--out", str(tmp_path / "out")]
+    assert main(["bench", *options]) == 1
+    assert "no model 'teapot'" in capsys.readouterr().err
+
+
+SITUATION = {
+    "regime": "memory",
+    "seconds": {"link": 0.0, "memory": 0.5, "latency": 0.2},
+    "ctx": 64,
+    "budget": 16,
+    "full_rows": 200,
+    "group_size": 8,
+    "num_layers": 4,
+    "layer_ratio": 0.3,
+    "link_nodes": None,
+}
+
+
+def test_speed_up_is_paired_by_question() -> None:
+    """2 and 8 times as fast on two questions of unequal length: 4 times by the geometric mean, whatever the lengths."""
+    parts = {"category": "x", "turn": 0, "draft_s": 0.0, "link_s": 0.0, "verify_s": 1.0, "situation": SITUATION}
+    records = [
+        {**parts, "draft": "none", "budget": "auto", "question_id": "p", "lengths": [1, 1], "times": [0.0, 1.0, 2.0]},
+        {**parts, "draft": "none", "budget": "auto", "question_id": "q", "lengths": [1] * 8, "times": [0.0, 9.0, 16.0]},
+        {**parts, "draft": "self", "budget": 4, "question_id": "p", "lengths": [1, 1], "times": [0.0, 0.5, 1.0]},
+        {**parts, "draft": "self", "budget": 4, "question_id": "q", "lengths": [4, 4], "times": [0.0, 1.0, 2.0]},
+    ]
+    plain, drafted = summary(records, "none")["cells"]
+    assert plain["speedup"] == pytest.approx(1.0)
+    assert drafted["speedup"] == pytest.approx(4.0)
+    assert drafted["speedup_quartiles"] == pytest.approx([3.5, 5.0, 6.5])
+    # Lengths 1, 1, 4, 4: AL(D) is 1, 1.5, 2, 2.5. At 0.3 a guess 1.5 / 1.3 and 2 / 1.6 rise; 2.5 / 1.9 does too: D = 3.
+    assert drafted["guidelines"]["draft_length"]["latency"] == 3
+    assert plain["guidelines"]["draft_length"]["latency"] == 0
+
+
 def test_plots(tmp_path: Path) -> None:
     record = {"question_id": "q", "category": "x", "turn": 0, "lengths": [1, 3], "times": [0.0, 1.0, 2.0]}
-    record |= {"draft_s": 0.5, "link_s": 0.5, "verify_s": 1.0}
+    record |= {"draft_s": 0.5, "link_s": 0.5, "verify_s": 1.0, "situation": SITUATION}
     records = [{**record, "draft": draft, "budget": budget} for draft, budget in (("self", 16), ("none", "auto"))]
     results = summary(records, "none")
-    assert results["cells"][0]["speedup"] == 1.0
+    assert results["cells"][0]["speedup"] == pytest.approx(1.0)
     assert "| self | 16 | 2.00 |" in markdown(results)
     files = draw(results, tmp_path)
     assert len(files) == 4 and all(file.read_bytes().startswith(b"\x89PNG") for file in files)

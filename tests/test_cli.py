@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from gguf import GGUFWriter
-from tiny_tokenizer import SPECIALS, tiny_tokenizer
+from tiny_tokenizer import word_tokenizer
 
 from app.cli import main
 
@@ -168,8 +168,8 @@ def test_gguf_that_cannot_be_read(tmp_path, capsys):
 
 def test_a_draft_of_another_vocabulary_names_the_first_id(chat_model, tmp_path, capsys):
     other = copy(chat_model, tmp_path / "other")
-    tiny_tokenizer([*SPECIALS[:6], "<b>", "<a>"]).save_pretrained(other)
-    expect_error(run(capsys, "x", "--target", chat_model, "--draft", other), 1, "id 6", "'<b>'", "'<a>'")
+    word_tokenizer().save_pretrained(other)
+    expect_error(run(capsys, "x", "--target", chat_model, "--draft", other), 1, "id 0", "'<bos>'", "'<pad>'")
 
 
 def test_limits_that_are_too_small(chat_model, capsys):
@@ -209,12 +209,3 @@ def test_closed_pipe_ends_quietly():
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), errors) == (0, b"")
-
-
-def test_list(capsys):
-    assert main(["list", "--json"]) == 0
-    (demo,) = [each for each in json.loads(capsys.readouterr().out)["presets"] if each["name"] == "demo"]
-    assert demo["why"]
-    assert demo["cached"] is False
-    assert main(["list"]) == 0
-    assert "not cached" in capsys.readouterr().out

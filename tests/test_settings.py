@@ -6,7 +6,7 @@ import pytest
 
 from app.environment import environment_settings
 from app.presets import chosen_settings
-from app.settings import READERS, Settings, resolve, with_generation_config
+from app.settings import READERS, Settings, idle_settings, resolve, with_generation_config
 from app.sizes import format_size, parse_size
 
 
@@ -116,3 +116,15 @@ def test_unknown_variable_names_the_nearest(monkeypatch):
     monkeypatch.setenv("SPECEXEC_BUDGETS", "7")
     with pytest.raises(ValueError, match="SPECEXEC_BUDGETS; did you mean SPECEXEC_BUDGET"):
         environment_settings(READERS)
+
+
+@pytest.mark.parametrize("key", ["top_p", "top_k", "min_p"])
+def test_what_is_drawn_from_matters_only_where_something_is_drawn(key):
+    preset = {"target": "a/b", key: "0.5" if key != "top_k" else "5"}
+    (line,) = idle_settings(resolve({}, {}, preset, preset_name="x"))
+    assert line == f"{key} (preset x) has no effect at temperature 0 (greedy)"
+    assert idle_settings(resolve({"temp": "0.5"}, {}, preset, preset_name="x")) == []
+    config = SimpleNamespace(do_sample=True, temperature=0.7, top_p=0.9, top_k=20, min_p=0.1)
+    assert idle_settings(with_generation_config(resolve({}, {}, {}), config)) == []
+    assert idle_settings(with_generation_config(resolve({"temp": "0"}, {}, {}), config)) == []
+    assert idle_settings(resolve({}, {}, {"target": "a/b"}, preset_name="x")) == []

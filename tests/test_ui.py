@@ -3,6 +3,7 @@
 import re
 import shutil
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -159,6 +160,28 @@ def test_a_phone_has_room_and_keys_suffice(open_page):
     page.keyboard.press("Enter")
     answered(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 375
+
+
+def test_with_another_server_what_is_known_only_here_is_absent(server):
+    from app.ui import Page, mounted
+
+    def app_of(api, host, chosen):
+        return mounted(api, host, chosen, api_key=None)
+
+    engine = f"{server.url}/v1"
+    with served(None, engine=engine, make_app=app_of, max_tokens="24", min_tokens="24") as front:
+        shown = {
+            each["props"].get("elem_id") or each["props"].get("label"): each["props"].get("visible")
+            for each in httpx.get(f"{front.url}/config").json()["components"]
+        }
+        assert (shown["behind"], shown["Model"], shown["chat"]) == (False, False, True)
+        page = Page(front.host, front.host.running.chosen)
+        assert engine in page.model_line() and "memory" not in page.model_line()
+        visitor = SimpleNamespace(session_hash="x")
+        *_, running, last = page.send("the cat", [], visitor, "", 0, 1, 0, 0, 1, 24, None)
+        assert [turn["role"] for turn in last[1]] == ["user", "assistant"] and last[1][1]["content"]
+        assert "tokens/s" in running[3] and "context" in running[3]
+        assert not [word for word in ("per pass", "link", "memory") if word in running[3]]
 
 
 def test_a_load_that_fails_is_shown(open_page, server, monkeypatch):
