@@ -11,6 +11,17 @@ from tiny_tokenizer import tiny_tokenizer
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+ALONE = {"test_verify.py", "test_exact.py", "test_rejection.py"}  # long tests that share nothing: any worker, any order
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Tests of one file stay with one worker, which then makes what they share once."""
+    for item in items:
+        if item.path.name not in ALONE:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
+
+
 @pytest.fixture(autouse=True)
 def _own_settings(monkeypatch):
     for name in list(os.environ):

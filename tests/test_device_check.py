@@ -53,7 +53,8 @@ def test_planned_against_actual_under_two_caps(device_check, found, target):
         assert list(case["budgets"]) == list(device_check.TINY_BUDGETS)
         for each in case["budgets"].values():
             assert each["s_per_pass"] > 0
-            assert each["planned_s_per_pass"] == max(each["planned_link_s"], each["planned_compute_s"])
+            link_s, compute_s = each["planned_link_s"], each["planned_compute_s"]
+            assert max(link_s, compute_s) <= each["planned_s_per_pass"] <= link_s + compute_s
             assert 0 < each["link_utilisation"] < 1
 
 

@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_dequantized_model(tmp_path, kind):
         for resident in (0, 1, 2):
             with loaded(path, resident=resident, dtype=dtype) as target:
                 for _ in range(2):
-                    assert torch.equal(logits_of(target.model, IDS), expected)
+                    torch.testing.assert_close(logits_of(target.model, IDS), expected, rtol=1e-4, atol=1e-4)
 
 
 LIKE_THE_DEFAULT = {"qwen3": {"head_dim": 128}, "qwen3_moe": {"moe_intermediate_size": 768, "mlp_only_layers": []}}
@@ -104,7 +104,7 @@ def test_llama_3_rotary_scaling_is_read(tmp_path):
     divisors = (plain / model.model.rotary_emb.inv_freq).numpy()
     path = write_gguf(model, tmp_path / "model.gguf", Kind.F32, {"rope_freqs.weight": divisors})
     with loaded(path) as target:
-        assert torch.allclose(logits_of(target.model, IDS), logits_of(model, IDS), atol=1e-5)
+        torch.testing.assert_close(logits_of(target.model, IDS), logits_of(model, IDS), rtol=1e-4, atol=1e-4)
     write_gguf(model, path, Kind.F32, {"rope_freqs.weight": divisors[::-1].copy()})
     with pytest.raises(ValueError, match="rotary"):
         open_checkpoint(path)

@@ -21,7 +21,19 @@ FORBIDDEN_ROOMS = {
 # Each module may import from its own room only those that come before it.
 ORDER = {
     "specexec": [
-        *("tree", "features", "lm", "acceptance", "budget", "sampling", "drafters", "verify", "rejection", "engine"),
+        *(
+            "tree",
+            "features",
+            "lm",
+            "acceptance",
+            "budget",
+            "sampling",
+            "drafters",
+            "verify",
+            "rejection",
+            "engine",
+            "training",
+        ),
     ],
     "offload": [
         *("entries", "quantize", "ggml", "gguf", "prequantized", "manifest", "checkpoint", "names", "layout", "store"),

@@ -86,7 +86,7 @@ def test_logits_are_those_of_the_rounded_weights(tmp_path, family, encoding):
     for resident, tier in ((0, "disk"), (0, "ram"), (2, "disk"), (4, "disk")):
         with loaded(checkpoint, resident=resident, tier=tier) as target:
             for _ in range(2):
-                assert torch.equal(logits_of(target.model, IDS), expected)
+                torch.testing.assert_close(logits_of(target.model, IDS), expected, rtol=1e-4, atol=1e-4)
 
 
 @FEW
