@@ -11,6 +11,7 @@ from specexec.drafters import DraftLM
 from specexec.tree import ROOT, TokenTree
 
 _LEARNING = 0.2
+_LEAST_GAIN = 0.01
 
 
 class ModelDrafter:
@@ -61,11 +62,15 @@ class ModelDrafter:
     def _paying(self, step: int, pool: "_Pool", nodes: np.ndarray) -> np.ndarray:
         """The first of `nodes`, best first, that should bring more tokens than their time could bring otherwise.
 
-        The first step is always taken: a time that was bad once would otherwise never be measured again.
+        Where the rate is not known, a step has to bring a hundredth of the tokens expected so far: the last ones of a
+        tree only exchange its least probable nodes. The first step is always taken: a time that was bad once would
+        otherwise never be measured again.
         """
-        if not pool.budget.rate or step >= len(self._yields) or not len(nodes):
+        if step >= len(self._yields) or not len(nodes):
             return nodes
         gains = self._yields[step] * np.cumsum(pool.probabilities(nodes))
+        if not pool.budget.rate:
+            return nodes if step == 0 or gains[-1] > _LEAST_GAIN * (1 + pool.value) else nodes[:0]
         gains -= pool.budget.rate * self._step_s(np.arange(1, len(nodes) + 1))
         best = int(gains.argmax())
         return nodes[: best + 1] if gains[best] > 0 or step == 0 else nodes[:0]
