@@ -122,13 +122,14 @@ def test_the_main_job(demo):
     """Streams under the preset's limit; what is reserved for a long context and not used stays free."""
     script = "import sys; from app.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", script, "run", "Explain how a refrigerator works", "--max-tokens", "24", "--json"]
+    command += ["--budget", "16"]  # an automatic one depends on how busy the machine is
     done = subprocess.run([*command, "--offline"], capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert "refrigerator" in report["text"]
     assert report["num_streamed"] > 15
     assert report["streamed_bytes"] > report["passes"] * report["num_streamed"] * 5e6
     assert report["tokens_per_pass"] > 2
-    assert 0.7 * report["limit_bytes"] < report["peak_bytes"] <= report["limit_bytes"]
+    assert 0.6 * report["limit_bytes"] < report["peak_bytes"] <= report["limit_bytes"]
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("24 tokens | ")
     assert str(cache_dir()) not in done.stderr
