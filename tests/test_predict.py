@@ -165,6 +165,16 @@ def test_the_knee_is_where_the_formula_says():
     assert compute_seconds(target, nodes, rates) == pytest.approx(link_seconds(plan, rates), rel=0.02)
 
 
+def test_a_link_that_shares_the_memory_slows_computing_down():
+    machine = named_machine("RTX 4090", 256 * GB, 3e9)
+    target = shaped("Llama 2 70B")
+    plan = fit(place(target.layers, resident=0), fixed={}, limit_bytes=25 * GB, ram_bytes=200 * GB)
+    none, shared = named_draft("none", None), replace(machine.rates, link_cost=0.2)
+    bound = predict(target, plan, none, 8 * knee(target, plan, machine.rates), shared)
+    assert bound.s_per_pass == pytest.approx(bound.compute_s + 0.2 * bound.link_s)
+    assert predict(target, plan, none, 1, shared) == predict(target, plan, none, 1, machine.rates)
+
+
 def test_what_does_not_fit_in_main_memory_comes_from_the_disk():
     target = shaped("Llama 3 70B", 4)
     tiers = []
