@@ -7,12 +7,13 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from app import hub
 from app.environment import is_offline
-from app.settings import DRAFT_KINDS, Settings
+from app.settings import DRAFT_KINDS, Settings, named_model
 
 _GUESSES = {"ngram": 5, "suffix": 32, "external": 5, "eagle3": 3, "mtp": 1, "dflash": 16, "dspark": 7}
 _HEADS = ("eagle3", "dflash", "dspark", "mtp")
@@ -27,9 +28,12 @@ def print_command(program: str, settings: Settings, *, offline: bool) -> int:
         raise ValueError("--engine names a server that runs already; this prints the command that starts one")
     if settings.target is None or settings.target.endswith(".gguf"):
         raise ValueError("name a model with --target or --preset; of a GGUF file the model that it was made of")
+    given, settings = settings.draft, replace(settings, draft=named_model(settings.draft))
     mechanism, block = _mechanism(settings.draft, offline=offline or is_offline())
     write = {"vllm": vllm_command, "sglang": sglang_command}[program]
     command, notes = write(settings, mechanism, block)
+    if given != settings.draft:
+        notes.append(f"{given} guesses from repetitions, too, here only; there it is {settings.draft}")
     print(shlex.join(command))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

@@ -30,17 +30,20 @@ class StoredHead:
     read: Callable[[str], torch.Tensor]
 
 
-def open_head(directory: Path, target: CachedLM, *, acceptance: Acceptance | None = None) -> Drafter:
-    """The drafter that `directory` holds for `target`, on the target's device and in its dtype.
+def open_head(
+    directory: Path, target: CachedLM, *, acceptance: Acceptance | None = None, dtype: torch.dtype | None = None
+) -> Drafter:
+    """The drafter that `directory` holds for `target`, on the target's device.
 
     directory: of an EAGLE-3, DFlash, DSpark or speculators MTP draft, or the target's own checkpoint, whose MTP layers
         are then used.
-    acceptance: what is known of the draft's scores; drafts of whole blocks keep records of their own.
+    acceptance: what is known of the draft's scores, which goes on to learn. dtype: of the draft's weights; the target's
+        where none is given.
     Raises FileNotFoundError or ValueError, in one line that begins with the directory.
     """
     stored = read_head(directory)
     try:
-        return _BUILDERS[head_kind(stored)](stored, target, acceptance)
+        return _BUILDERS[head_kind(stored)](stored, target, acceptance, dtype or target.model.dtype)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"config.json lacks {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{directory}: {reason}") from error
@@ -108,15 +111,15 @@ def _target_shape(target: CachedLM) -> TargetShape:
     return TargetShape(config.hidden_size, config.num_hidden_layers, config.vocab_size)
 
 
-def _filled(net: torch.nn.Module, sources: Sources, stored: StoredHead, target: CachedLM) -> None:
-    fill(net, sources, stored.read, target.model.dtype)
+def _filled(net: torch.nn.Module, sources: Sources, stored: StoredHead, target: CachedLM, dtype: torch.dtype) -> None:
+    fill(net, sources, stored.read, dtype)
     net.to(target.device)
 
 
-def _eagle3(stored: StoredHead, target: CachedLM, acceptance: Acceptance | None) -> Drafter:
+def _eagle3(stored: StoredHead, target: CachedLM, acceptance: Acceptance | None, dtype: torch.dtype) -> Drafter:
     config, sources = eagle3_layout(stored.config, stored.shapes, _target_shape(target))
     net = on_meta(Eagle3Net, config)
-    _filled(net, sources, stored, target)
+    _filled(net, sources, stored, target, dtype)
     if "t2d" in stored.shapes and config.mapped:
         guessed = torch.arange(config.draft_vocab_size, device=target.device) + net.d2t
         if not torch.equal(stored.read("t2d").nonzero()[:, 0].to(target.device), guessed):
@@ -124,21 +127,22 @@ def _eagle3(stored: StoredHead, target: CachedLM, acceptance: Acceptance | None)
     return eagle3_drafter(net, target, acceptance=acceptance)
 
 
-def _mtp(stored: StoredHead, target: CachedLM, acceptance: Acceptance | None) -> Drafter:
+def _mtp(stored: StoredHead, target: CachedLM, acceptance: Acceptance | None, dtype: torch.dtype) -> Drafter:
     shape, shapes = _target_shape(target), stored.shapes
     if "speculators_model_type" not in stored.config:  # a whole checkpoint: the rest of it is the target's
         shapes = {name: shapes[name] for name in mtp_names(shapes, shape.num_layers)}
     config, sources = mtp_layout(stored.config, shapes, shape)
     net = on_meta(MtpNet, config)
-    _filled(net, sources, stored, target)
+    _filled(net, sources, stored, target, dtype)
     return mtp_drafter(net, target, acceptance=acceptance)
 
 
-def _block(stored: StoredHead, target: CachedLM, acceptance: Acceptance | None) -> Drafter:
-    return block_drafter(stored.config, {name: stored.read(name) for name in stored.shapes}, target)
+def _block(stored: StoredHead, target: CachedLM, acceptance: Acceptance | None, dtype: torch.dtype) -> Drafter:
+    tensors = {name: stored.read(name) for name in stored.shapes}
+    return block_drafter(stored.config, tensors, target, acceptance=acceptance, dtype=dtype)
 
 
-_BUILDERS: dict[str, Callable[[StoredHead, CachedLM, Acceptance | None], Drafter]] = {
+_BUILDERS: dict[str, Callable[[StoredHead, CachedLM, Acceptance | None, torch.dtype], Drafter]] = {
     "eagle3": _eagle3,
     "mtp": _mtp,
     "block": _block,

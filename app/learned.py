@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from app.environment import cache_dir
@@ -28,7 +29,8 @@ def remember(pair: str, acceptance: Acceptance) -> None:
         partial.write_text(json.dumps(data))
         partial.replace(file)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # where a folder should be is a file, say
+            partial.unlink(missing_ok=True)
 
 
 def _file(pair: str) -> Path:

@@ -4,7 +4,7 @@ from app.environment import is_offline
 from app.models import locate
 from app.presets import Preset, load_preset, preset_names
 from app.quiet import quiet_libraries
-from app.settings import DRAFT_KINDS
+from app.settings import DRAFT_KINDS, named_model
 
 
 def pull_models(name: str, *, offline: bool) -> None:
@@ -18,4 +18,4 @@ def pull_models(name: str, *, offline: bool) -> None:
 def models_of(preset: Preset) -> list[str]:
     """The target, and the draft where that is a model of its own."""
     draft = preset.settings.get("draft", "auto")
-    return [preset.settings["target"]] + ([] if draft in DRAFT_KINDS else [draft])
+    return [preset.settings["target"]] + ([] if draft in DRAFT_KINDS else [named_model(draft)])

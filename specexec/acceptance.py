@@ -28,6 +28,7 @@ class Acceptance:
     def __init__(self) -> None:
         self._evidence: dict[str, np.ndarray] = {}  # by temperature: log-likelihood of each sharpness
         self._counts: dict[str, np.ndarray] = {}  # by temperature: [among the children, all]
+        self._slots: dict[str, Acceptance] = {}
 
     def logprobs(self, logits: np.ndarray, temperature: float) -> np.ndarray:
         """Log-probabilities [n, m] that children with the draft's `logits` [n, m] are accepted."""
@@ -44,12 +45,18 @@ class Acceptance:
             likelihoods = _log_softmax(logits[None, :] / _SHARPNESSES[:, None])[:, index]
             self._evidence[key] = self._evidence[key] * _MEMORY + likelihoods
 
+    def slot(self, number: int) -> "Acceptance":
+        """A record of its own for the guesses at one place of a block: further ahead they are worth less."""
+        return self._slots.setdefault(str(number), Acceptance())
+
     def to_data(self) -> dict[str, Any]:
         """What has been learned, as JSON's own types."""
-        return {
+        data = {
             key: {"evidence": self._evidence[key].tolist(), "counts": self._counts[key].tolist()}
             for key in self._counts
         }
+        slots = {number: learned for number, slot in self._slots.items() if (learned := slot.to_data())}
+        return {**data, "slots": slots} if slots else data
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> "Acceptance":
@@ -57,7 +64,13 @@ class Acceptance:
         acceptance = cls()
         if not isinstance(data, Mapping):
             raise ValueError("not an acceptance record")
+        slots = data.get("slots", {})
+        if not isinstance(slots, Mapping):
+            raise ValueError("not an acceptance record")
+        acceptance._slots = {number: cls.from_data(learned) for number, learned in slots.items()}
         for key, learned in data.items():
+            if key == "slots":
+                continue
             try:
                 float(key)
                 evidence, counts = np.array(learned["evidence"], float), np.array(learned["counts"], float)

@@ -45,7 +45,8 @@ def sure_model() -> PreTrainedModel:
 
 
 def changed(kind: str = "dflash", **train: object) -> Recipe:
-    return replace(RECIPE, kind=kind, train=replace(RECIPE.train, **train))
+    draft = replace(RECIPE.draft, layers=None) if kind == "mtp" else RECIPE.draft
+    return replace(RECIPE, kind=kind, draft=draft, train=replace(RECIPE.train, **train))
 
 
 def task(count: int = 16, *, layers: tuple[int, ...] | None = LAYERS, about: str = "a test's") -> Task:

@@ -101,6 +101,12 @@ def test_a_name_tells_where_no_config_is_at_hand(export):
     assert json.loads(options(words[3:])["--speculative-config"])["method"] == "eagle3"
 
 
+def test_what_is_grafted_onto_a_draft_stays_here(export):
+    words, notes = export("vllm", "--target", "a/b", "--draft", "graft:someone/EAGLE-3-of-b")
+    assert json.loads(options(words[3:])["--speculative-config"])["model"] == "someone/EAGLE-3-of-b"
+    assert "graft:someone/EAGLE-3-of-b guesses from repetitions, too, here only" in notes
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

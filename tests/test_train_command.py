@@ -8,6 +8,7 @@ from tiny import save, tiny_model
 from tiny_tokenizer import tiny_tokenizer
 
 from app.cli import main
+from app.environment import cache_dir
 from app.recipes import load_recipe, recipe_names
 
 RECIPE = """
@@ -22,8 +23,7 @@ features = "{features}"
 [draft]
 num_layers = 1
 intermediate = 64
-layers = [0, 1, 2]
-vocabulary = 200
+{own}
 block_size = 4
 markov_rank = 8
 {more}
@@ -38,13 +38,21 @@ evaluate_tokens = 8
 """
 
 
+OWN = """
+layers = [0, 1, 2]
+vocabulary = 200
+"""
+
+
 @pytest.fixture
-def train(tmp_path, chat_model, capsys):
+def train(tmp_path, chat_model, capsys, monkeypatch):
     """Runs the command on a recipe; its exit code, its last line and what it said besides."""
+    monkeypatch.setenv("SPECEXEC_CACHE", str(tmp_path / "cache"))
 
     def call(*arguments, kind="dflash", features="cached", more="", out="out", recipe=None):
         file = tmp_path / "recipe.toml"
-        file.write_text(RECIPE.format(kind=kind, features=features, more=more) if recipe is None else recipe)
+        own = "" if kind == "mtp" else OWN
+        file.write_text(RECIPE.format(kind=kind, features=features, own=own, more=more) if recipe is None else recipe)
         given = ("--recipe", file, "--target", chat_model, "--dtype", "float32", "--out", tmp_path / out)
         code = main(["train", *map(str, (*given, *arguments)), "--offline"])
         printed, said = capsys.readouterr()
@@ -54,7 +62,8 @@ def train(tmp_path, chat_model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "features"), [("eagle3", "online"), ("dflash", "cached"), ("dspark", "online"), ("distill", "online")]
+    ("kind", "features"),
+    [("eagle3", "online"), ("mtp", "cached"), ("dflash", "cached"), ("dspark", "online"), ("distill", "online")],
 )
 def test_a_draft_is_trained_and_drafts(kind, features, train, tmp_path, chat_model, capsys):
     small = tmp_path / "small"
@@ -80,11 +89,14 @@ def test_a_draft_is_trained_and_drafts(kind, features, train, tmp_path, chat_mod
         "--json",
     ]
     answers = []
-    for draft in (result["draft"], "none"):
+    for draft in (result["draft"], f"graft:{result['draft']}", "none"):
         assert main([*map(str, asked), "--draft", draft, "--budget", "8"]) == 0
         answers.append(json.loads(capsys.readouterr().out))
-    assert answers[0]["text"] == answers[1]["text"]
-    assert answers[0]["drafted"] > 0
+    assert answers[0]["text"] == answers[1]["text"] == answers[2]["text"]
+    assert answers[0]["drafted"] > 0 and answers[1]["drafted"] > 0
+    assert list((cache_dir() / "texts").iterdir()), "repetitions of the grafted run are kept for later ones"
+    (learned,) = (cache_dir() / "acceptance").glob("*.json")
+    assert ("slots" in json.loads(learned.read_text())) == (kind in ("dflash", "dspark"))
 
 
 def test_answers_to_given_prompts(train, tmp_path):
@@ -134,7 +146,7 @@ def test_prompts_that_are_none(content, says, train, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [
-        ("kind = 3", "kind must be eagle3 or dflash or dspark or distill, not 3"),
+        ("kind = 3", "kind must be eagle3 or mtp or dflash or dspark or distill, not 3"),
         ("[train]\nbatch = 2", "add kind ="),
         ('kind = "dflash"\n[train]\nbacth = 2', "unknown key 'bacth'; did you mean batch?"),
         ('kind = "dflash"\n[train]\nbatch = "2"', "batch must be a int, not '2'"),
@@ -142,6 +154,7 @@ def test_prompts_that_are_none(content, says, train, tmp_path):
         ('kind = "dflash"\ntrain = 2', "train must be a table, not 2"),
         ('kind = "dflash', "not readable TOML"),
         ('kind = "distill"', "needs draft.model"),
+        ('kind = "mtp"\n[draft]\nvocabulary = 200', "leave out draft.vocabulary"),
         ('kind = "dflash"\n[draft]\nlayers = [0, 9]', "draft.layers [9]: the target has layers 0 to 3"),
     ],
 )
@@ -153,7 +166,7 @@ def test_recipes_that_are_wrong(recipe, says, train):
 
 def test_recipes_of_the_package_are_whole():
     names = recipe_names()
-    assert {"eagle3", "dflash", "dspark", "distill", "demo-eagle3", "demo-dflash", "demo-dspark"} <= set(names)
+    assert {"eagle3", "mtp", "dflash", "dspark", "distill", "demo-eagle3", "demo-dflash", "demo-dspark"} <= set(names)
     for name in names:
         assert load_recipe(name).kind == name.removeprefix("demo-")
     minutes = {load_recipe(name).train.max_minutes for name in names if name.startswith("demo-")}

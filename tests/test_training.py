@@ -20,12 +20,14 @@ from torch.nn import functional as F
 from app.heads import open_head
 from specexec.budget import Budget
 from specexec.drafters.dspark import DSparkNet
+from specexec.engine import generate
 from specexec.lm import CachedLM, as_ids
+from specexec.sampling import SamplingParams, make_sampler
 from specexec.training import losses
 from specexec.training.answers import Manner, speak
 from specexec.training.batches import TargetHead, collate
 from specexec.training.corpus import Corpus, frequent, make_corpus, shard_path
-from specexec.training.nets import public_config, public_tensors
+from specexec.training.nets import feature_layers, public_config, public_tensors
 from specexec.training.objectives import level, make_objective
 
 LESSONS = Path(__file__).parent / "lessons.py"
@@ -175,9 +177,9 @@ def loud(net):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("size", [None, 200])
-def test_eagle3_learns_on_what_it_reads_when_it_drafts(corpus, model, size):
-    recipe = changed("eagle3", decay=0.8)
+@pytest.mark.parametrize(("kind", "size"), [("eagle3", None), ("eagle3", 200), ("mtp", None)])
+def test_recurrent_drafts_learn_on_what_they_read_when_they_draft(corpus, model, kind, size):
+    recipe = changed(kind, decay=0.8)
     vocabulary = None if size is None else frequent(corpus.counts(range(16), VOCAB), size)
     objective = make_objective(recipe, model, vocabulary, mask_token=7)
     loud(objective.net)
@@ -265,9 +267,11 @@ def test_levelled_features_count_alike(corpus, model):
 # The loop
 
 
-@pytest.mark.parametrize(("kind", "least"), [("eagle3", 2.5), ("dflash", 2.0), ("dspark", 2.0), ("distill", 2.0)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("eagle3", 2.5), ("mtp", 2.5), ("dflash", 2.0), ("dspark", 2.0), ("distill", 2.0)]
+)
 def test_a_draft_learns_what_its_target_says(kind, least, corpus, model, tmp_path):
-    lesson = Lesson(tmp_path, changed(kind, epochs=40, decay=0.8 if kind == "eagle3" else 4.0), model, corpus)
+    lesson = Lesson(tmp_path, changed(kind, epochs=40, decay=0.8 if kind in ("eagle3", "mtp") else 4.0), model, corpus)
     before, after = lesson.evaluate(), lesson.training().run()
     assert before < 1.5 < least < after
     assert lesson.num_published == 1
@@ -359,6 +363,13 @@ def test_a_loss_that_is_no_number_stops_with_the_batch_and_keeps_the_checkpoint(
     assert curve(tmp_path)[-1][0] == 40
 
 
+def test_an_mtp_recipe_with_a_vocabulary_of_its_own_is_refused():
+    recipe = changed("mtp")
+    recipe = replace(recipe, draft=replace(recipe.draft, num_layers=2, layers=(1,), vocabulary=200))
+    with pytest.raises(ValueError, match=r"leave out draft.layers, draft.vocabulary, draft.num_layers"):
+        feature_layers("mtp", recipe.draft, 4)
+
+
 def test_batches_that_cannot_be_filled_are_refused(corpus, model, tmp_path):
     with pytest.raises(ValueError, match="16 texts do not fill one batch of 17"):
         Lesson(tmp_path, changed(batch=17), model, corpus).training()
@@ -367,13 +378,33 @@ def test_batches_that_cannot_be_filled_are_refused(corpus, model, tmp_path):
 # What is published
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "dflash", "dspark"])
+def test_a_draft_in_a_dtype_of_its_own_changes_no_text(kind, corpus, model, tmp_path):
+    vocabulary = None if kind == "mtp" else frequent(corpus.counts(range(16), VOCAB), 200)
+    objective = make_objective(changed(kind), model, vocabulary, mask_token=7)
+    save_file(public_tensors(objective.net, VOCAB), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(public_config(objective.net, model.config, "a target")))
+    text = max(map(corpus.text, range(16)), key=lambda text: len(text.ids) - text.start)
+    prompt, answer = np.split(text.ids, [text.start])
+    lm = CachedLM(model, 64)
+    drafter = open_head(tmp_path, lm, dtype=torch.bfloat16)
+    assert {each.dtype for layer in drafter.layers for each in layer.parameters()} == {torch.bfloat16}
+    greedy = make_sampler(SamplingParams(), (), len(prompt))
+    steps = list(generate(lm, drafter, prompt.tolist(), greedy, budget=8, max_tokens=len(answer)))
+    assert len(answer) == 16 and [token for step in steps for token in step.tokens] == answer.tolist()
+    assert sum(step.drafted for step in steps) > 0
+
+
 @pytest.mark.parametrize("size", [None, 200])
 @pytest.mark.parametrize(
-    ("kind", "head"), [("eagle3", ""), ("dflash", ""), ("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn")]
+    ("kind", "head"),
+    [("eagle3", ""), ("mtp", ""), ("dflash", ""), ("dspark", "vanilla"), ("dspark", "gated"), ("dspark", "rnn")],
 )
 def test_what_is_published_loads_back_to_the_same_guesses(kind, head, size, corpus, model, tmp_path):
-    recipe = changed(kind)
-    recipe = replace(recipe, draft=replace(recipe.draft, markov_head=head or "vanilla", own_head=size is None))
+    if kind == "mtp" and size is not None:
+        pytest.skip("an MTP layer guesses all of the target's tokens")
+    recipe, own_head = changed(kind), size is None and kind != "mtp"
+    recipe = replace(recipe, draft=replace(recipe.draft, markov_head=head or "vanilla", own_head=own_head))
     vocabulary = None if size is None else frequent(corpus.counts(range(16), VOCAB), size)
     objective = make_objective(recipe, model, vocabulary, mask_token=7)
     loud(objective.net)

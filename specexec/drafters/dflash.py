@@ -156,8 +156,8 @@ def sight(queries: torch.Tensor, keys: torch.Tensor, window: int | None, causal:
 class BlockPass:
     """Runs a backbone behind the target's committed tokens, whose keys and values it keeps as rows.
 
-    net: on the target's device; target: the model that it drafts for, of which it taps what it reads.
-    to_target: int64 [num_ids], or None where the draft's ids are the target's.
+    net: on the target's device, in a dtype of its own; target: the model that it drafts for, of which it taps what it
+    reads. to_target: int64 [num_ids], or None where the draft's ids are the target's.
     """
 
     def __init__(self, net: DFlashNet, target: CachedLM) -> None:
@@ -169,7 +169,7 @@ class BlockPass:
         self.to_target, self._head = None, target.model.get_output_embeddings()
         if shape.num_ids < shape.vocab_size:
             self.to_target = net.target_ids().cpu().numpy()
-            self._head = rows_of_head(self._head, net.target_ids())
+            self._head = rows_of_head(target.model, net.target_ids(), net.fc.weight.dtype)
 
     @torch.inference_mode()
     def hidden(self, context: np.ndarray) -> torch.Tensor | None:
@@ -223,10 +223,12 @@ class DFlashDrafter:
     slot by itself from every proposal's outcome: the further ahead, the less a guess knows of what stands before it.
     """
 
-    def __init__(self, net: DFlashNet, target: CachedLM, *, acceptances: Sequence[Acceptance] | None = None) -> None:
-        self.acceptances = acceptances or [Acceptance() for _ in range(net.shape.num_slots)]
+    def __init__(self, net: DFlashNet, target: CachedLM, *, acceptance: Acceptance | None = None) -> None:
+        acceptance = acceptance or Acceptance()
+        self.acceptances = [acceptance.slot(number) for number in range(net.shape.num_slots)]
         self._pass = BlockPass(net, target)
         self._proposed: Proposal | None = None
+        self.layers = net.layers
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter. Nothing before the target has seen what stands before its end."""

@@ -5,7 +5,7 @@ config keeps its keys, in how target layers are counted, in what the root's plac
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,21 +97,22 @@ def block_drafter(
     tensors: Mapping[str, torch.Tensor],
     target: CachedLM,
     *,
-    acceptances: Sequence[Acceptance] | None = None,
+    acceptance: Acceptance | None = None,
+    dtype: torch.dtype | None = None,
 ) -> DFlashDrafter | DSparkDrafter:
-    """The drafter that a checkpoint describes, in the target's dtype and on its device; ValueError as block_layout.
+    """The drafter that a checkpoint describes, on the target's device; ValueError as block_layout.
 
-    acceptances: what is known of its scores, one for each slot.
+    acceptance: what is known of its scores, slot by slot. dtype: of its net; the target's where none is given.
     """
     model = target.model.config.get_text_config()
     shape = TargetShape(model.hidden_size, model.num_hidden_layers, model.vocab_size)
     layout = block_layout(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, shape)
     if "t2d" in tensors:
         _check_vocabulary(tensors)
-    net = block_net(layout, tensors, target.model.dtype).to(target.device)
+    net = block_net(layout, tensors, dtype or target.model.dtype).to(target.device)
     if isinstance(net, DSparkNet):
-        return DSparkDrafter(net, target, acceptances=acceptances)
-    return DFlashDrafter(net, target, acceptances=acceptances)
+        return DSparkDrafter(net, target, acceptance=acceptance)
+    return DFlashDrafter(net, target, acceptance=acceptance)
 
 
 def block_net(layout: BlockLayout, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> DFlashNet | DSparkNet:

@@ -1,7 +1,6 @@
 """DSpark: DFlash's backbone, and a head that lets each guess depend on the one before it (arXiv 2607.05147)."""
 
 import time
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -119,12 +118,14 @@ class DSparkDrafter:
         *,
         max_batch: int = 32,
         least_survival: float = 0.02,
-        acceptances: Sequence[Acceptance] | None = None,
+        acceptance: Acceptance | None = None,
     ) -> None:
-        self.acceptances = acceptances or [Acceptance() for _ in range(net.shape.num_slots)]
+        acceptance = acceptance or Acceptance()
+        self.acceptances = [acceptance.slot(number) for number in range(net.shape.num_slots)]
         self.max_batch, self.least_survival = max_batch, least_survival
         self._net, self._pass = net, BlockPass(net.backbone, target)
         self._proposed: Proposal | None = None
+        self.layers = (*net.backbone.layers, net.mix)
         self._step_s = 0.0  # seconds of a step, fading
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:

@@ -104,14 +104,15 @@ class Eagle3Net(nn.Module):
 
 
 def eagle3_drafter(net: Eagle3Net, target: CachedLM, *, acceptance: Acceptance | None = None) -> RecurrentDrafter:
-    """A drafter for `target`, whose layers it listens to from now on; the net is on the target's device."""
-    tap = target.tap(net.config.layer_ids)
+    """A drafter for `target`, whose layers it listens to from now on; the net is on its device, in any dtype."""
+    tap, dtype = target.tap(net.config.layer_ids), net.fc.weight.dtype
+    embed = net.embed_tokens if net.config.own_embedding else target.model.get_input_embeddings()
     head = RecurrentHead(
         tap,
         [net],
         target.max_rows,
-        fuse=net.fuse,
-        embed=net.embed_tokens if net.config.own_embedding else target.model.get_input_embeddings(),
+        fuse=lambda features: net.fuse(features.to(dtype)),
+        embed=lambda tokens: embed(tokens).to(dtype),
         head=_VocabularyHead(net, target),
     )
     return RecurrentDrafter(head, acceptance=acceptance)
@@ -125,16 +126,25 @@ class _VocabularyHead:
         self._ids = torch.arange(net.config.draft_vocab_size, device=target.device)
         if self._mapped:
             self._ids = self._ids + net.d2t
-        self._kept = torch.nonzero(self._ids < self._num_ids)[:, 0]
-        head = target.model.get_output_embeddings()
-        self._project = net.lm_head if net.config.own_head else rows_of_head(head, self._ids) if self._mapped else head
+        is_used = self._ids < self._num_ids
+        self._kept = None if is_used.all() else torch.nonzero(is_used)[:, 0]
+        if net.config.own_head:
+            self._project = net.lm_head
+        elif self._mapped:
+            self._project = rows_of_head(target.model, self._ids, net.fc.weight.dtype)
+        else:
+            head = target.model.get_output_embeddings()
+            self._project = lambda hidden: head(hidden.to(target.model.dtype))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._project(hidden)
         if not self._mapped:
             return logits[:, : self._num_ids]
         scattered = logits.new_full((len(logits), self._num_ids), -torch.inf)
-        scattered[:, self._ids[self._kept]] = logits[:, self._kept]
+        if self._kept is None:
+            scattered[:, self._ids] = logits
+        else:
+            scattered[:, self._ids[self._kept]] = logits[:, self._kept]
         return scattered
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 # Takes the keys and values of new rows; gives those of all rows that they may read, and the mask between them.
@@ -153,17 +153,21 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-def rows_of_head(head: nn.Module, ids: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+def rows_of_head(
+    model: PreTrainedModel, ids: torch.Tensor, dtype: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """A target's head for a vocabulary that consists of `ids` (int64 [Vd]): hidden [..., n, H] -> logits [..., n, Vd].
 
-    Rows of a plain matrix are copied, which makes of the product a fraction; the weight stands first in it, since that
-    is faster on CPUs. A head of another kind, or one whose weights a hook brings, is called as it is.
+    Rows of a plain matrix are copied, in `dtype`, which makes of the product a fraction; in fp32 the weight comes first
+    in it, since that is faster on CPUs. A head of another kind, or one whose weights a hook brings, is called as it is.
     """
+    head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head._forward_pre_hooks or not head.weight.is_floating_point():
-        return lambda hidden: head(hidden)[..., ids]
-    weight = head.weight.detach()[ids]
-    bias = 0 if head.bias is None else head.bias.detach()[ids]
-    return lambda hidden: (weight @ hidden.mT).mT + bias
+        return lambda hidden: head(hidden.to(model.dtype))[..., ids]
+    weight, bias = (None if part is None else part.detach()[ids].to(dtype) for part in (head.weight, head.bias))
+    if dtype != torch.float32:
+        return lambda hidden: F.linear(hidden.to(dtype), weight, bias)
+    return lambda hidden: (weight @ hidden.to(dtype).mT).mT + (0 if bias is None else bias)
 
 
 def _frequencies(size: int, theta: float, scaling: dict[str, Any], max_positions: int) -> tuple[torch.Tensor, float]:

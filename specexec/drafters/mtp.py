@@ -94,15 +94,17 @@ class MtpNet(nn.Module):
 
 
 def mtp_drafter(net: MtpNet, target: CachedLM, *, acceptance: Acceptance | None = None) -> RecurrentDrafter:
-    """A drafter for `target`, whose normed final hidden state it reads from now on; the net is on its device."""
-    project = target.model.get_output_embeddings()
+    """A drafter for `target`, whose normed final hidden state it reads from now on; the net is on its device, in any
+    dtype."""
+    project, embed = target.model.get_output_embeddings(), target.model.get_input_embeddings()
+    dtype = net.layers[0].fc.weight.dtype
     head = RecurrentHead(
         target.tap([], final_norm=True),
         list(net.layers),
         target.max_rows,
-        fuse=nn.Identity(),
-        embed=target.model.get_input_embeddings(),
-        head=lambda hidden: project(hidden)[:, : target.vocab_size],
+        fuse=lambda hidden: hidden.to(dtype),
+        embed=lambda tokens: embed(tokens).to(dtype),
+        head=lambda hidden: project(hidden.to(target.model.dtype))[:, : target.vocab_size],
     )
     return RecurrentDrafter(head, acceptance=acceptance)
 

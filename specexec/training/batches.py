@@ -99,7 +99,8 @@ class TargetHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [..., Vd] of hidden states as the head reads them."""
-        return self.capped(F.linear(hidden.float(), self.weight, self.bias) * self.scale)
+        logits = F.linear(hidden.float(), self.weight, self.bias).float()
+        return self.capped(logits if self.scale == 1 else logits * self.scale)
 
     def capped(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.softcap is None else self.softcap * (logits / self.softcap).tanh()

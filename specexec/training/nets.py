@@ -1,7 +1,7 @@
 """New nets for a target, of the sizes that a recipe says, and what they and their tensors are called in public."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from specexec.drafters.dflash import BlockShape, DFlashNet
 from specexec.drafters.dspark import DSparkNet, GatedMix, PlainMix, RecurrentMix
 from specexec.drafters.eagle3 import Eagle3Config, Eagle3Net
 from specexec.drafters.layouts import AttentionShape
+from specexec.drafters.mtp import MtpConfig, MtpNet
 from specexec.training.recipe import DraftRecipe
 
 _MIXES = {"vanilla": lambda hidden, rank: PlainMix(), "gated": GatedMix, "rnn": RecurrentMix}
@@ -21,11 +22,32 @@ _PUBLIC = (  # what the nets' names differ in from those of speculators
     (re.compile(r"(markov_w[12]\..*)"), r"markov_head.\1"),
     (re.compile(r"confidence_proj\.(.*)"), r"confidence_head.proj.\1"),
 )
+_PUBLIC_MTP = (
+    (re.compile(r"layers\.(\d+)\.block\.(.*)"), r"mtp_layers.\1.\2"),
+    (re.compile(r"layers\.(\d+)\.embed_norm\.(.*)"), r"mtp_layers.\1.token_layernorm.\2"),
+    (re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)"), r"mtp_layers.\1.hidden_layernorm.\2"),
+    (re.compile(r"layers\.(\d+)\.fc\.(.*)"), r"mtp_layers.\1.input_proj.\2"),
+    (re.compile(r"layers\.(\d+)\.norm\.(.*)"), r"mtp_layers.\1.final_layernorm.\2"),
+)
+_ARCHITECTURES = {
+    "eagle3": "Eagle3DraftModel",
+    "mtp": "MTPDraftModel",
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkSpeculator",
+}
 
 
 def feature_layers(kind: str, recipe: DraftRecipe, num_layers: int) -> tuple[int, ...]:
     """The recipe's, or what is usual: EAGLE-3's low, middle and high layer, or DFlash's num_features of them, spread
-    from layer 1 to the third last."""
+    from layer 1 to the third last; none for MTP and students, which read what the target's head reads, or text.
+    ValueError for an MTP draft that is to be more than one layer before the target's own head."""
+    if kind == "mtp":
+        usual = DraftRecipe()
+        names = ("layers", "vocabulary", "own_head", "num_layers")
+        if wrong := [f"draft.{name}" for name in names if getattr(recipe, name) != getattr(usual, name)]:
+            raise ValueError(f"an MTP draft is one layer before the target's own head: leave out {', '.join(wrong)}")
+    if kind in ("mtp", "distill"):
+        return ()
     if recipe.layers is not None:
         return recipe.layers
     if kind == "eagle3":
@@ -58,6 +80,26 @@ def eagle3_net(recipe: DraftRecipe, target: PretrainedConfig, vocabulary: np.nda
         own_head=recipe.own_head,
     )
     return _mapped(Eagle3Net(config), vocabulary)
+
+
+def mtp_net(recipe: DraftRecipe, target: PretrainedConfig) -> MtpNet:
+    """One layer, which all steps share."""
+    layer = _attention(recipe, target)
+    return MtpNet(
+        MtpConfig(
+            hidden_size=layer.hidden_size,
+            num_layers=1,
+            num_heads=layer.num_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            intermediate_size=recipe.intermediate or target.intermediate_size,
+            eps=layer.eps,
+            rope_theta=layer.rope_theta,
+            rope_scaling=layer.rope_scaling,
+            rotary_factor=layer.rotary_factor,
+            max_positions=layer.max_positions,
+        )
+    )
 
 
 def block_net(
@@ -97,17 +139,19 @@ def block_net(
     return net
 
 
-def public_config(net: Eagle3Net | DFlashNet | DSparkNet, target: PretrainedConfig, name: str) -> dict[str, Any]:
+def public_config(
+    net: Eagle3Net | MtpNet | DFlashNet | DSparkNet, target: PretrainedConfig, name: str
+) -> dict[str, Any]:
     """config.json as speculators has it; `name`: of the target."""
-    shape = net.config if isinstance(net, Eagle3Net) else net.shape
-    kind = {Eagle3Net: "eagle3", DFlashNet: "dflash", DSparkNet: "dspark"}[type(net)]
-    indices = [layer + 1 for layer in (shape.layer_ids if kind == "eagle3" else shape.target_layers)]
-    own = _eagle3_keys(net, indices) if isinstance(net, Eagle3Net) else _block_keys(net, indices)
-    ahead = 5 if isinstance(net, Eagle3Net) else net.shape.num_slots
+    kind = {Eagle3Net: "eagle3", MtpNet: "mtp", DFlashNet: "dflash", DSparkNet: "dspark"}[type(net)]
+    if isinstance(net, Eagle3Net):
+        own, ahead = _eagle3_keys(net), 5
+    elif isinstance(net, MtpNet):
+        own, ahead = _mtp_keys(net, target.vocab_size), 3
+    else:
+        own, ahead = _block_keys(net), net.shape.num_slots
     return {
-        "architectures": [
-            {"eagle3": "Eagle3DraftModel", "dflash": "DFlashDraftModel", "dspark": "DSparkSpeculator"}[kind]
-        ],
+        "architectures": [_ARCHITECTURES[kind]],
         "speculators_model_type": kind,
         "speculators_version": "0.3.0",
         "speculators_config": {
@@ -132,7 +176,7 @@ def public_tensors(net: nn.Module, vocab_size: int) -> dict[str, torch.Tensor]:
     """The net's tensors by their public names, in bf16, with t2d, which marks the tokens that it can guess."""
     tensors = {}
     for name, tensor in net.state_dict().items():
-        for pattern, public in _PUBLIC:
+        for pattern, public in _PUBLIC_MTP if isinstance(net, MtpNet) else _PUBLIC:
             name = pattern.sub(public, name) if pattern.fullmatch(name) else name
         if name.startswith("mix.proj."):
             stem = "gate_proj" if isinstance(net.mix, GatedMix) else "joint_proj"
@@ -166,7 +210,7 @@ def _mapped(net: Any, vocabulary: np.ndarray | None) -> Any:
     return net
 
 
-def _layer_keys(shape: Any, **sizes: int) -> dict[str, Any]:
+def _layer_keys(shape: Any, vocab_size: int, **sizes: int) -> dict[str, Any]:
     return {
         "model_type": "llama",
         "hidden_size": sizes["hidden"],
@@ -175,16 +219,36 @@ def _layer_keys(shape: Any, **sizes: int) -> dict[str, Any]:
         "num_key_value_heads": sizes["kv_heads"],
         "head_dim": shape.head_dim,
         "rms_norm_eps": shape.eps,
-        "vocab_size": shape.vocab_size,
+        "vocab_size": vocab_size,
         "max_position_embeddings": shape.max_positions,
         "hidden_act": "silu",
     }
 
 
-def _eagle3_keys(net: Eagle3Net, indices: list[int]) -> dict[str, Any]:
+def _indices(layers: Sequence[int]) -> list[int]:
+    """As speculators counts layers: the first one's output has number 1."""
+    return [layer + 1 for layer in layers]
+
+
+def _mtp_keys(net: MtpNet, vocab_size: int) -> dict[str, Any]:
     config = net.config
     layer = _layer_keys(
         config,
+        vocab_size,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+    )
+    layer |= {"num_hidden_layers": 1, "rope_parameters": _rope(config.rope_scaling, config.rope_theta)}
+    return {"num_nextn_predict_layers": 1, "transformer_layer_config": layer}
+
+
+def _eagle3_keys(net: Eagle3Net) -> dict[str, Any]:
+    config = net.config
+    layer = _layer_keys(
+        config,
+        config.vocab_size,
         hidden=config.hidden_size,
         inner=config.intermediate_size,
         heads=config.num_heads,
@@ -193,7 +257,7 @@ def _eagle3_keys(net: Eagle3Net, indices: list[int]) -> dict[str, Any]:
     layer |= {"num_hidden_layers": config.num_layers, "rope_parameters": _rope(config.rope_scaling, config.rope_theta)}
     return {
         "draft_vocab_size": config.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": indices,
+        "eagle_aux_hidden_state_layer_ids": _indices(config.layer_ids),
         "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": config.norm_before_fc,
         "norm_output": config.norm_output,
@@ -201,13 +265,14 @@ def _eagle3_keys(net: Eagle3Net, indices: list[int]) -> dict[str, Any]:
     }
 
 
-def _block_keys(net: DFlashNet | DSparkNet, indices: list[int]) -> dict[str, Any]:
+def _block_keys(net: DFlashNet | DSparkNet) -> dict[str, Any]:
     shape = net.shape
-    layer = _layer_keys(shape, hidden=shape.hidden, inner=shape.inner, heads=shape.heads, kv_heads=shape.kv_heads)
+    sizes = {"hidden": shape.hidden, "inner": shape.inner, "heads": shape.heads, "kv_heads": shape.kv_heads}
+    layer = _layer_keys(shape, shape.vocab_size, **sizes)
     layer |= {"num_hidden_layers": len(shape.windows), "rope_parameters": _rope(shape.scaling or {}, shape.theta)}
     keys = {
         "draft_vocab_size": shape.num_ids,
-        "aux_hidden_state_layer_ids": indices,
+        "aux_hidden_state_layer_ids": _indices(shape.target_layers),
         "block_size": shape.block_size,
         "mask_token_id": shape.mask_token,
         "sample_from_anchor": shape.anchor_first,

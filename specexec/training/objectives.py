@@ -8,14 +8,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specexec.drafters.dspark import DSparkNet
+from specexec.drafters.mtp import MtpNet
 from specexec.training.batches import Batch, TargetHead
 from specexec.training.blocks import BlockObjective
 from specexec.training.distill import DistillObjective
-from specexec.training.nets import block_net, eagle3_net
+from specexec.training.nets import block_net, eagle3_net, mtp_net
 from specexec.training.recipe import Recipe
-from specexec.training.steps import Eagle3Objective
+from specexec.training.steps import RecurrentObjective
 
-Objective = Eagle3Objective | BlockObjective | DistillObjective
+Objective = RecurrentObjective | BlockObjective | DistillObjective
 
 
 def make_objective(
@@ -35,13 +36,13 @@ def make_objective(
     head = TargetHead(model, vocabulary)
     if recipe.kind == "distill":
         return DistillObjective(student, head, soft=train.soft)
-    if recipe.kind == "eagle3":
-        net = eagle3_net(draft, config, vocabulary)
-        objective = Eagle3Objective(net, model, head, steps=train.steps_ahead, decay=train.decay, soft=train.soft)
+    if recipe.kind in ("eagle3", "mtp"):
+        net = mtp_net(draft, config) if recipe.kind == "mtp" else eagle3_net(draft, config, vocabulary)
+        objective = RecurrentObjective(net, model, head, steps=train.steps_ahead, decay=train.decay, soft=train.soft)
     else:
         net = block_net(recipe.kind, draft, config, vocabulary, mask_token=mask_token)
         objective = BlockObjective(net, model, head, anchors=train.anchors, decay=train.decay, soft=train.soft)
-    backbone = net.backbone if isinstance(net, DSparkNet) else net
+    backbone = _backbone(net)
     with torch.no_grad():
         if backbone.fc.weight.shape[0] == config.hidden_size:
             _start_from(backbone, model, head)
@@ -49,11 +50,18 @@ def make_objective(
 
 
 def level(net: nn.Module, batches: Sequence[Batch]) -> None:
-    """Scale the columns of the net's fc so that every feature starts with the same weight, whatever its size."""
-    backbone = net.backbone if isinstance(net, DSparkNet) else net
+    """Scale the columns of the net's fc so that every feature starts with the same weight, whatever its size. An MTP
+    layer norms what it reads itself."""
+    if isinstance(net, MtpNet):
+        return
     said = torch.cat([batch.features[batch.is_said(_places(batch))] for batch in batches])
     with torch.no_grad():
-        backbone.fc.weight /= said.square().mean(0).sqrt().clamp(min=1e-6)
+        _backbone(net).fc.weight /= said.square().mean(0).sqrt().clamp(min=1e-6)
+
+
+def _backbone(net: nn.Module) -> nn.Module:
+    """What has the fc that joins the features and the norm before the head."""
+    return net.backbone if isinstance(net, DSparkNet) else net.layers[0] if isinstance(net, MtpNet) else net
 
 
 def _places(batch: Batch) -> torch.Tensor:

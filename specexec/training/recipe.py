@@ -58,7 +58,7 @@ class TrainRecipe:
     """The learning.
 
     batch: sequences a step, over all processes. max_tokens: longer sequences are cut. epochs, max_minutes: whichever
-    ends first. warmup: share of the steps. decay: of the loss per step ahead: a factor (EAGLE-3), or the number of
+    ends first. warmup: share of the steps. decay: of the loss per step ahead: a factor (EAGLE-3, MTP), or the number of
     slots in which the weight falls to 1/e (block drafts). soft: share of the loss that compares with the target's
     distribution instead of with its token. steps_ahead: of the training-time test. anchors: blocks a sequence.
     evaluate_every: steps between measurements of the acceptance length, on evaluate_prompts held-out prompts of
@@ -94,7 +94,7 @@ class TrainRecipe:
 class Recipe:
     """All of it. target: the model that it is for; None for any."""
 
-    kind: Literal["eagle3", "dflash", "dspark", "distill"]
+    kind: Literal["eagle3", "mtp", "dflash", "dspark", "distill"]
     why: str = ""
     target: str | None = None
     data: DataRecipe = field(default_factory=DataRecipe)
