@@ -14,7 +14,6 @@ from app.textstream import TextStream
 from app.thinking import OPEN
 from specexec.budget import Pace
 from specexec.drafters import Drafter
-from specexec.drafters.model import ModelDrafter
 from specexec.engine import Step, TokenLogprob, generate
 from specexec.lm import CachedLM
 from specexec.sampling import SamplingParams, make_sampler
@@ -68,8 +67,8 @@ class Session:
         self._count_streamed, self._walk, self._note = count_streamed, walk, note
         self._is_pause_told = False
         self._is_cancelled: Callable[[], bool] = _never
-        for lm in (target, drafter.lm) if isinstance(drafter, ModelDrafter) else (target,):
-            leave_between_layers(lm, lambda: self._is_cancelled())
+        layers = (*target.layers, *(drafter.layers if drafter is not None else ()))
+        leave_between_layers(layers, lambda: self._is_cancelled())
 
     @property
     def _num_paused(self) -> int:

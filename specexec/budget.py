@@ -52,6 +52,13 @@ class Budget:
         seconds = self.verify_s(np.arange(1, len(values) + 1))
         return values - self.rate * (seconds - seconds[0])
 
+    def price(self, count: int) -> float:
+        """Tokens that the target could have done in the time that one more than `count` nodes takes."""
+        if self.verify_s is None:
+            return 0.0
+        without, with_it = self.verify_s(np.array([count + 1, count + 2]))
+        return self.rate * float(with_it - without)
+
 
 def worth_verifying(tree: TokenTree, budget: Budget) -> TokenTree:
     """The part of `tree`, whose nodes stand best first, that pays for the target's time."""

@@ -9,10 +9,10 @@ from app.cli import main
 _leave_between_layers = app.session.leave_between_layers
 
 
-def leave_between_slow_layers(lm, is_cancelled):
+def leave_between_slow_layers(layers, is_cancelled):
     """Every layer sleeps, then looks whether it is still wanted."""
-    _leave_between_layers(lm, is_cancelled)
-    for layer in lm.model.model.layers:
+    _leave_between_layers(layers, is_cancelled)
+    for layer in layers:
         layer.register_forward_pre_hook(lambda *_: time.sleep(0.05), prepend=True)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import VOCAB, tiny_model
 
-from specexec.acceptance import NUM_CHILDREN, Acceptance
+from specexec.acceptance import NUM_CHILDREN, Acceptance, AsScored
 from specexec.budget import Budget
 from specexec.drafters.model import ModelDrafter
 from specexec.drafters.ngram import NGramDrafter
@@ -79,3 +79,31 @@ def test_ngram_respects_nodes_and_depth() -> None:
         assert 0 < len(tree) <= num_nodes
         assert depths(tree.parents).max() <= max_depth
         assert (tree.tokens < VOCAB).all()
+
+
+class Moody:
+    """A draft that knows nothing while the context is odd, and is sure of every next token while it is even."""
+
+    num_free, layers = 1000, ()
+
+    def prefill(self, context):
+        self._is_sure = int(context[-1]) % 2 == 0
+        return self._logits(1)
+
+    def extend(self, tokens, parents):
+        return self._logits(len(tokens))
+
+    def _logits(self, count):
+        logits = torch.linspace(0, 1e-3, 100).repeat(count, 1)
+        logits[:, 7] += 20.0 * self._is_sure
+        return logits
+
+
+@pytest.mark.parametrize("rate", [0.0, 10.0], ids=["fixed", "auto"])
+def test_a_stretch_without_luck_is_soon_forgotten(rate):
+    drafter = ModelDrafter(Moody(), acceptance=AsScored())
+    budget = Budget(12, 12, rate=rate, verify_s=(lambda rows: np.full(len(rows), 0.1)) if rate else None)
+    for _ in range(30):
+        drafter.propose(np.array([1]), budget)
+    lengths = [int(depths(drafter.propose(np.array([2]), budget).parents).max()) for _ in range(8)]
+    assert lengths[-1] == 12

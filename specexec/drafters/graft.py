@@ -1,6 +1,7 @@
 """Two drafters in one tree: repetition fills the part of the budget where it is the better guess."""
 
 import numpy as np
+from torch import nn
 
 from specexec.budget import Budget
 from specexec.drafters import Drafter
@@ -15,6 +16,11 @@ class GraftDrafter:
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
         self._drafters = first, second
+
+    @property
+    def layers(self) -> tuple[nn.Module, ...]:
+        """Those of both; see Drafter."""
+        return tuple(layer for drafter in self._drafters for layer in drafter.layers)
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter."""

@@ -1,17 +1,20 @@
 """The SpecExec drafter: a resident model grows the tree of its most probable continuations, best first."""
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import nn
 
 from specexec.acceptance import NUM_CHILDREN, Acceptance, AsScored
 from specexec.budget import Budget, CostCurve
 from specexec.drafters import DraftLM
 from specexec.tree import ROOT, TokenTree
 
-_LEARNING = 0.2
 _LEAST_GAIN = 0.01
+_SAMPLES = 64
+_RANKS = 8
 
 
 class ModelDrafter:
@@ -32,7 +35,12 @@ class ModelDrafter:
         self.acceptance = acceptance or Acceptance()
         self._proposed: tuple[np.ndarray, _Pool] | None = None
         self._step_s = CostCurve()  # of a step, by its rows
-        self._yields: list[float] = []  # value gained per probability expanded, by number of the step
+        self._offspring = _Offspring()
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The draft model's; see Drafter."""
+        return self.lm.layers
 
     def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
         """Guess what follows `context`; see Drafter."""
@@ -41,39 +49,34 @@ class ModelDrafter:
         pool.add_children(self.lm.prefill(context), np.array([ROOT]))
         room = self.lm.num_free
         batch = max(self.max_batch, budget.num_nodes // 8)
-        step = 0
-        while len(nodes := self._paying(step, pool, pool.frontier(min(batch, room)))):
-            self._expand(step, pool, nodes)
+        is_first, seen = True, []
+        while len(nodes := self._paying(pool, pool.frontier(min(batch, room)), is_first=is_first)):
+            started = time.perf_counter()
+            pool.add_children(self.lm.extend(pool.tokens[nodes], pool.rows_of_parents(nodes)), nodes)
+            self._step_s.observe(len(nodes), time.perf_counter() - started)
+            seen.append(pool.last_chances)
             room -= len(nodes)
-            step += 1
+            is_first = False
+        for chances in seen:
+            self._offspring.observe(chances)
         self._proposed = context, pool
         return pool.tree()
 
-    def _expand(self, step: int, pool: "_Pool", nodes: np.ndarray) -> None:
-        started, before = time.perf_counter(), pool.value
-        logits = self.lm.extend(pool.tokens[nodes], pool.rows_of_parents(nodes))
-        pool.add_children(logits, nodes)
-        gained = (pool.value - before) / float(pool.probabilities(nodes).sum())
-        if step == len(self._yields):
-            self._yields.append(gained)
-        self._yields[step] += _LEARNING * (gained - self._yields[step])
-        self._step_s.observe(len(nodes), time.perf_counter() - started)
-
-    def _paying(self, step: int, pool: "_Pool", nodes: np.ndarray) -> np.ndarray:
+    def _paying(self, pool: "_Pool", nodes: np.ndarray, *, is_first: bool) -> np.ndarray:
         """The first of `nodes`, best first, that should bring more tokens than their time could bring otherwise.
 
         Where the rate is not known, a step has to bring a hundredth of the tokens expected so far: the last ones of a
         tree only exchange its least probable nodes. The first step is always taken: a time that was bad once would
         otherwise never be measured again.
         """
-        if step >= len(self._yields) or not len(nodes):
+        if not len(nodes) or not self._offspring.is_known:
             return nodes
-        gains = self._yields[step] * np.cumsum(pool.probabilities(nodes))
+        gains = np.cumsum(self._offspring.gains(pool.probabilities(nodes), pool.price))
         if not pool.budget.rate:
-            return nodes if step == 0 or gains[-1] > _LEAST_GAIN * (1 + pool.value) else nodes[:0]
+            return nodes if is_first or gains[-1] > _LEAST_GAIN * (1 + pool.value) else nodes[:0]
         gains -= pool.budget.rate * self._step_s(np.arange(1, len(nodes) + 1))
         best = int(gains.argmax())
-        return nodes[: best + 1] if gains[best] > 0 or step == 0 else nodes[:0]
+        return nodes[: best + 1] if gains[best] > 0 or is_first else nodes[:0]
 
     def _learn(self, context: np.ndarray) -> None:
         """Compare the last proposal with what has become of it."""
@@ -85,12 +88,36 @@ class ModelDrafter:
             pool.teach(context[len(earlier) :], self.acceptance)
 
 
+class _Offspring:
+    """How probable the children of the nodes were that were expanded lately, given their parents."""
+
+    def __init__(self) -> None:
+        self._chances = np.empty((0, _RANKS))  # [up to _SAMPLES, _RANKS], of each node's most probable children
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._chances) > 0
+
+    def observe(self, chances: np.ndarray) -> None:
+        """Learn the probabilities [n, m] of the children of n nodes, the most probable first."""
+        most = np.zeros((len(chances), _RANKS))
+        most[:, : chances.shape[1]] = chances[:, :_RANKS]
+        self._chances = np.concatenate([self._chances, most])[-_SAMPLES:]
+
+    def gains(self, probabilities: np.ndarray, price: float) -> np.ndarray:
+        """Tokens [n] that children of nodes with `probabilities` [n] should bring beyond what each of them costs."""
+        children = probabilities[:, None, None] * self._chances
+        return np.maximum(children - price, 0).sum(-1).mean(-1)
+
+
 class _Pool:
     """All candidates seen so far, parents before children, as growing arrays."""
 
     def __init__(self, budget: Budget, acceptance: Acceptance | AsScored) -> None:
         self.budget = budget
         self.value = 0.0  # of the best tree so far, in tokens
+        self.price = 0.0  # in tokens: what a node takes away that enters the best tree
+        self.last_chances = np.empty((0, 0))  # of the children added last, given their parents
         self._acceptance = acceptance
         self.tokens = np.empty(0, np.int64)
         self._parents = np.empty(0, np.int64)
@@ -109,6 +136,7 @@ class _Pool:
             self._rows[parents] = np.arange(len(self._children) - 1, len(self._children) - 1 + len(parents))
         self._children += zip(values, ids, strict=True)
         scores = self._acceptance.logprobs(values, self.budget.temperature)
+        self.last_chances = np.exp(scores)
         scores += np.append(self._scores, np.float32(0))[parents][:, None]
         entering = scores > self._threshold()
         depths = np.append(self._depths, 0)[parents] + 1
@@ -120,7 +148,9 @@ class _Pool:
         self._rows = np.concatenate([self._rows, np.full(len(rows), -1)])
         # A stable sort keeps parents before children of equal score, so that the best are always a tree.
         self._best = np.argsort(-self._scores, kind="stable")[: self.budget.num_nodes]
-        self.value = float(self.budget.values(self._scores[self._best]).max())
+        values = self.budget.values(self._scores[self._best])
+        self.value = float(values.max())
+        self.price = max(float(np.exp(self._threshold())), self.budget.price(int(values.argmax())))
 
     def frontier(self, limit: int) -> np.ndarray:
         """The most probable nodes of the tree that have not been expanded and may have children, best first."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from torch import nn
 
 from specexec.budget import Budget
 from specexec.drafters.trust import Trust
@@ -15,6 +16,8 @@ class NGramDrafter:
     """Looks up the longest suffix of the context (up to `max_ngram` tokens) that occurred before, and grows a tree of
     its continuations by how often each was taken, recent ones first where counts are equal. A node's score is the
     probability that it is accepted, as far as earlier proposals have shown."""
+
+    layers: tuple[nn.Module, ...] = ()
 
     def __init__(self, *, max_ngram: int = 3, max_matches: int = 32, max_length: int = 32) -> None:
         self._max_ngram, self._max_matches, self._max_length = max_ngram, max_matches, max_length

@@ -64,6 +64,11 @@ class RecurrentHead:
         self._forget_nodes()
 
     @property
+    def layers(self) -> tuple[Step, ...]:
+        """The steps: each is a layer or a few."""
+        return tuple(self._steps)
+
+    @property
     def num_free(self) -> int:
         """Rows left behind the context and the nodes that were given last."""
         return self.max_rows - len(self._context) - len(self._parents)
@@ -169,6 +174,11 @@ class RecurrentDrafter:
     def __init__(self, head: RecurrentHead, *, acceptance: Acceptance | None = None) -> None:
         self.head = head
         self._grower = ModelDrafter(head, acceptance=acceptance)
+
+    @property
+    def layers(self) -> tuple[Step, ...]:
+        """The head's; see Drafter."""
+        return self.head.layers
 
     @property
     def acceptance(self) -> Acceptance:

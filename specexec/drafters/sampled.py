@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from specexec.budget import Budget
 from specexec.drafters import DraftLM
@@ -35,6 +36,11 @@ class SampledDrafter:
         self.lm = lm
         self._widths = tuple(widths)
         self._generator = torch.Generator().manual_seed(seed)
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The draft model's; see Drafter."""
+        return self.lm.layers
 
     def propose(self, context: np.ndarray, budget: Budget) -> SampledTree:
         """Guess what follows `context`; levels that do not fit into the budget are left out."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 import numpy as np
+from torch import nn
 
 from specexec.budget import Budget
 from specexec.drafters.ngram import grow
@@ -22,6 +23,8 @@ class SuffixDrafter:
     that it is accepted. A context that does not go on from the one before starts a new text; the old one is remembered,
     up to `memory` tokens in all.
     """
+
+    layers: tuple[nn.Module, ...] = ()
 
     def __init__(self, texts: Iterable[np.ndarray] = (), *, max_match: int = 32, memory: int = 200_000) -> None:
         self._max_match, self._memory = max_match, memory

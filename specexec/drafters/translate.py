@@ -21,7 +21,7 @@ class TranslatedLM:
 
     def __init__(self, lm: DraftLM, to_draft: np.ndarray, retokenize: Callable[[np.ndarray], np.ndarray]) -> None:
         self._lm, self._to_draft, self._retokenize = lm, to_draft, retokenize
-        self.model, self.vocab_size = lm.model, len(to_draft)
+        self.model, self.layers, self.vocab_size = lm.model, lm.layers, len(to_draft)
         self._common = torch.from_numpy(np.flatnonzero(to_draft >= 0)).to(lm.model.device)
         self._columns = torch.from_numpy(to_draft).to(lm.model.device)[self._common]
 

@@ -14,7 +14,7 @@ class WindowedLM:
     """
 
     def __init__(self, lm: CachedLM, window: int) -> None:
-        self.model, self.vocab_size = lm.model, lm.vocab_size
+        self.model, self.layers, self.vocab_size = lm.model, lm.layers, lm.vocab_size
         self._lm, self._window = lm, window
 
     @property
