@@ -1,5 +1,6 @@
 """The one model that a server has loaded: loads it in the background, says how far that is, passes requests on."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from app.launch import Running, open_session
 from app.metrics import Metrics
 from app.progress import told
 from app.settings import Resolved
+from app.sizes import format_size
 from app.worker import MAX_WAITING, Outcome, Request, Ticket, Worker
 
 _PATIENCE_S = 10.0
@@ -25,6 +27,7 @@ class State:
     detail: str = ""
     done: int = 0
     total: int = 0
+    unit: str = "B"
     elapsed_s: float = 0.0
 
     @property
@@ -38,8 +41,9 @@ class State:
     def __str__(self) -> str:
         if self.kind != "loading" or not self.total:
             return self.detail or self.kind
+        rate = f", {format_size(self.done / self.elapsed_s)}/s" if self.unit == "B" and self.elapsed_s else ""
         left = f", {self.left_s:.0f} s left" if self.left_s is not None else ""
-        return f"{self.detail}: {100 * self.share:.0f} %{left}"
+        return f"{self.detail}: {100 * self.share:.0f} %{rate}{left}"
 
 
 class NotReady(RuntimeError):  # noqa: N818 (read as a sentence: raise NotReady)
@@ -107,17 +111,18 @@ class Host:
             self.worker.stop("another model is being loaded" if not self._is_closed else "the server is stopping")
         self.worker = self.running = None
         self._opened.close()
+        gc.collect()  # hooks lead from a model's layers back to its session: without this its memory stays
 
     def _load(self, chosen: Resolved, on_failure: Callable[[Exception], None]) -> None:
         phase, began = "", time.monotonic()
 
-        def listen(new_phase: str, done: int, total: int) -> None:
+        def listen(new_phase: str, done: int, total: int, unit: str) -> None:
             nonlocal phase, began
             if self._is_closed and threading.current_thread() is self._loader:
                 raise Cancelled("the server is stopping")
             if new_phase != phase:
                 phase, began = new_phase, time.monotonic()
-            self.state = State("loading", phase, done, total, time.monotonic() - began)
+            self.state = State("loading", phase, done, total, unit, time.monotonic() - began)
 
         try:
             self._unload()

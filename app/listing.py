@@ -12,7 +12,6 @@ from app.progress import Progress
 from app.pull import models_of
 
 _HERE = Elsewhere(None, None, None)
-_UNKNOWN = "unknown"
 
 
 def show_presets(*, as_json: bool, offline: bool) -> None:
@@ -36,11 +35,24 @@ def show_presets(*, as_json: bool, offline: bool) -> None:
         print("fetch one with `specexec pull NAME`", file=sys.stderr)
 
 
+def verdict_of(name: str, *, offline: bool) -> str:
+    """Whether a preset fits this machine, and how fast it is expected to be, in a few words."""
+    try:
+        verdict, tokens_per_s = outlook(chosen_settings(name, {}), _HERE, offline=offline)
+    except (OSError, ValueError):
+        return _unknown(offline)
+    return verdict + (f", {tokens_per_s:.2g} tokens/s" if tokens_per_s else "")
+
+
+def _unknown(offline: bool) -> str:
+    return "unknown without the Hub" if offline else "unknown"
+
+
 def _row(preset: Preset, *, offline: bool) -> dict[str, object]:
     try:
         verdict, tokens_per_s = outlook(chosen_settings(preset.name, {}), _HERE, offline=offline)
     except (OSError, ValueError) as error:
-        verdict, tokens_per_s = f"{_UNKNOWN} without the Hub" if offline else _UNKNOWN, None
+        verdict, tokens_per_s = _unknown(offline), None
         if not offline:
             print(f"specexec: {preset.name}: {error}", file=sys.stderr)
     return {

@@ -27,7 +27,7 @@ def tree_svg(tree: TokenTree, tokens: Sequence[int], text_of: Callable[[int], st
         for parent, nodes in children.items()
         for node in nodes
     ]
-    for node in range(len(tree)):
+    for node in sorted(range(len(tree)), key=lambda node: node in path):  # what is accepted is drawn over the rest
         is_accepted = node in path
         label = text_of(int(tree.tokens[node]))
         shown = label if is_accepted or step == _ROW else ""

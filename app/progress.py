@@ -18,13 +18,13 @@ _TERMINAL_INTERVAL_S = 0.1
 _PIPE_INTERVAL_S = 3.0
 _POLL_S = 0.1
 
-Listener = Callable[[str, int, int], None]
+Listener = Callable[[str, int, int, str], None]
 _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
 def told(listener: Listener) -> Iterator[None]:
-    """Tells `listener` phase, units done and units in all of every Progress that is made inside."""
+    """Tells `listener` phase, units done, units in all and the unit of every Progress that is made inside."""
     token = _listener.set(listener)
     try:
         yield
@@ -51,7 +51,7 @@ class Progress:
     def __call__(self, done: int, total: int) -> None:
         self._done, self._total = max(self._done, done), total
         if self._listener is not None:
-            self._listener(self._phase, self._done, total)
+            self._listener(self._phase, self._done, total, self._unit)
         now = time.monotonic()
         if total and now - self._shown >= self._interval_s:
             self._shown = now

@@ -253,7 +253,8 @@ async def _events(answer: Answer, envelope: Envelope, http: Request, *, with_usa
                 yield _event(envelope.role())
             async for chunk in chunks:
                 if chunk is None:
-                    yield f": waiting, {answer.place} before this one\n\n"
+                    place = answer.place
+                    yield f": waiting, {place} before this one\n\n" if place else ": computing\n\n"
                     continue
                 if chunk.text or chunk.logprobs:
                     yield _event(envelope.delta(chunk.text, chunk.logprobs if answer.wants_logprobs else None))

@@ -11,6 +11,7 @@ from typing import Any
 import gradio as gr
 from fastapi import FastAPI
 
+from app import hub
 from app.cancel import Cancelled
 from app.host import Host
 from app.launch import Running
@@ -34,7 +35,8 @@ _CSS = """
 .tree path.accepted { stroke: #16a34a; stroke-width: 3; opacity: 1; }
 .tree circle { fill: var(--neutral-400); }
 .tree circle.accepted { fill: #16a34a; }
-.tree text { font: 11px var(--font-mono); fill: var(--body-text-color); }
+.tree text { font: 11px var(--font-mono); fill: var(--body-text-color);
+  paint-order: stroke; stroke: var(--block-background-fill); stroke-width: 4px; }
 .tree text.accepted { font-weight: bold; }
 .passes rect { fill: #16a34a; }
 #status { min-height: 3.2em; }
@@ -67,6 +69,14 @@ class Page:
             return f"**{chosen.settings.target}**: {verdict_line(chosen, offline=self._models.offline)}"
         except (OSError, ValueError) as error:
             return f"⚠ {error}"
+
+    def verdicts(self) -> Any:
+        """The picker, each preset in it with a verdict for this machine."""
+        from app.listing import verdict_of
+
+        offline = self._models.offline or not hub.is_reachable()
+        entries = [(f"{name}: {verdict_of(name, offline=offline)}", name) for name in preset_names()]
+        return gr.Dropdown([(_OWN, _OWN), *entries])
 
     def load(self, preset: str) -> str:
         """Begins to load a preset."""
@@ -151,7 +161,7 @@ class Page:
         answer, shown = "", 0.0
         yield "", turns, turns, "prefill ...", "", ""
         try:
-            for chunk in self._chunks(outcomes, ticket):
+            for chunk in self._chunks(outcomes, ticket, running):
                 if isinstance(chunk, str):
                     yield *((gr.skip(),) * 3), chunk, gr.skip(), gr.skip()
                     continue
@@ -191,19 +201,27 @@ class Page:
         stop, opening = running.chosen.settings.stop, running.session.opening(prompt)
         return Request(prompt, params, int(max_tokens) or None, stop, opening=opening), running
 
-    def _chunks(self, outcomes: "queue.SimpleQueue[Outcome]", ticket: Ticket) -> Iterator[Chunk | str]:
+    def _chunks(
+        self, outcomes: "queue.SimpleQueue[Outcome]", ticket: Ticket, running: Running
+    ) -> Iterator[Chunk | str]:
         """Chunks as they come; while there are none, a line that says why."""
-        started = time.monotonic()
+        asked, began, is_first = time.monotonic(), None, True
         while True:
             try:
                 outcome = outcomes.get(timeout=0.5)
             except queue.Empty:
-                place = self._models.place(ticket)
-                phase = f"waiting: {place} before this one" if place else "computing"
-                yield f"{phase} ... {time.monotonic() - started:.0f} s"
+                now, place = time.monotonic(), self._models.place(ticket)
+                if place:
+                    yield f"waiting: {place} before this one ... {now - asked:.0f} s"
+                elif is_first:
+                    began = began or (now, running.count_streamed())
+                    yield _prefill_line(now - began[0], running.count_streamed() - began[1], running.pass_bytes)
+                else:
+                    yield f"computing ... {now - asked:.0f} s"
                 continue
             if isinstance(outcome, Exception):
                 raise outcome
+            is_first = False
             yield outcome
             if outcome.stats.finish_reason:
                 return
@@ -240,15 +258,15 @@ def _blocks(page: Page, chosen: Resolved) -> gr.Blocks:
     is_here = settings.engine is None  # else there is nothing to load, and nothing is known of passes
     with gr.Blocks(title="specexec", analytics_enabled=False, fill_height=True) as blocks:
         turns = gr.BrowserState([])
-        with gr.Accordion("Model", open=False, visible=is_here):
+        with gr.Accordion("Model", open=False, visible=is_here) as models:
             with gr.Row():
                 preset = gr.Dropdown([_OWN, *preset_names()], value=_OWN, label="Preset", elem_id="preset")
                 load = gr.Button("Load", elem_id="load", scale=0)
             verdict = gr.Markdown("", elem_id="verdict")
         model = gr.Markdown(page.model_line, every=gr.Timer(1), elem_id="model", container=False)
         chat = gr.Chatbot(
-            label="Chat", elem_id="chat", height="60vh", editable="user", buttons=["copy"], feedback_options=None,
-            reasoning_tags=[("<think>", "</think>")],
+            label="Chat", show_label=False, elem_id="chat", height="60vh", editable="user", buttons=["copy"],
+            feedback_options=None, reasoning_tags=[("<think>", "</think>")],
         )  # fmt: skip
         status = gr.Markdown("", elem_id="status")
         text = gr.Textbox(
@@ -282,6 +300,7 @@ def _blocks(page: Page, chosen: Resolved) -> gr.Blocks:
         new.click(page.stop, None, None, queue=False, **quiet).then(
             lambda: ([], [], "", "", ""), None, [turns, chat, status, tree, passes], **quiet
         )
+        models.expand(page.verdicts, None, preset, **quiet)
         preset.change(page.verdict, preset, verdict, **quiet)
         load.click(page.load, preset, model, **quiet)
         blocks.load(lambda said: said, turns, chat, **quiet)
@@ -304,6 +323,15 @@ def _status(stats: Stats, running: Running) -> str:
         return " | ".join([*parts, f"context {used}"])
     parts.append(f"context {used} of {ctx}")
     return f"{' | '.join(parts)} <progress max='{ctx}' value='{used}' aria-label='context used'></progress>"
+
+
+def _prefill_line(elapsed_s: float, done: int, total: int) -> str:
+    """How far the first pass is: by the bytes that it streams, where it streams any."""
+    if not 0 < done <= total:
+        return f"prefill ... {elapsed_s:.0f} s"
+    rate = f", {format_size(done / elapsed_s)}/s" if elapsed_s else ""
+    left = elapsed_s * (total - done) / done
+    return f"prefill: {100 * done / total:.0f} %{rate}, {left:.0f} s left"
 
 
 def _last_question(turns: list[Message]) -> int:

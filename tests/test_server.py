@@ -273,7 +273,7 @@ def test_keep_alive_while_waiting(server, slow, monkeypatch):
         "POST", f"{server.url}/v1/completions", json={"prompt": "the", "max_tokens": 1, "stream": True}
     ) as got:
         lines = list(got.iter_lines())
-    assert any(line.startswith(": ") for line in lines)
+    assert ": computing" in lines
     assert lines[-2:] == ["data: [DONE]", ""]
 
 
@@ -345,17 +345,21 @@ def test_while_loading_it_says_how_far(chat_model, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECEXEC_CACHE", str(tmp_path))
     hold = threading.Event()
 
-    def held(*args, **options):
+    def held(*args, progress, **options):
+        progress(1, 4)
         hold.wait(20)
-        return real(*args, **options)
+        return real(*args, progress=progress, **options)
 
     import app.launch
 
     real = app.launch.load_model
     monkeypatch.setattr(app.launch, "load_model", held)
     with served(chat_model, wait=False) as running:
+        until(lambda: httpx.get(f"{running.url}/health").json().get("phase") == "load")
         answer = httpx.get(f"{running.url}/health")
-        assert (answer.status_code, answer.json()["status"]) == (503, "loading")
+        said = answer.json()
+        assert (answer.status_code, said["status"], said["progress"]) == (503, "loading", 0.25)
+        assert said["left_s"] >= 0
         refused = httpx.post(f"{running.url}/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         hold.set()

@@ -3,11 +3,15 @@
 import re
 import shutil
 import time
+import weakref
 from types import SimpleNamespace
 
 import httpx
 import pytest
 from serving import served, until
+
+import app.host
+from app.host import State
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Gradio's own deprecations, some in threads of the server
 
@@ -184,16 +188,83 @@ def test_with_another_server_what_is_known_only_here_is_absent(server):
         assert not [word for word in ("per pass", "link", "memory") if word in running[3]]
 
 
-def test_a_load_that_fails_is_shown(open_page, server, monkeypatch):
+def choose(page, name):
+    """Opens the picker and loads a preset."""
+    if not page.is_visible("#preset input"):
+        page.get_by_text("Model", exact=True).first.click()
+    page.wait_for_selector("#preset input")
+    page.click("#preset input")
+    page.get_by_role("option", name=re.compile(rf"^{name}")).click()
+    page.click("#load")
+
+
+def test_the_picker_has_a_verdict_for_every_preset(open_page):
+    from app.presets import preset_names
+
+    page = open_page()
+    page.get_by_text("Model", exact=True).first.click()
+    page.wait_for_selector("#preset input")
+    page.click("#preset input")
+    for name in preset_names():
+        words = "fits|streams|needs|does not fit|unknown"
+        page.get_by_role("option", name=re.compile(rf"^{name}: .*({words})")).wait_for(timeout=120_000)
+
+
+def test_a_second_load_frees_the_first_before_it_begins(open_page, server, monkeypatch):
+    old = weakref.ref(server.host.running.session.target.model)
+    alive, opener = [], app.host.open_session
+
+    def watched(*args, **options):
+        alive.append(old() is not None)
+        return opener(*args, **options)
+
+    monkeypatch.setattr("app.host.open_session", watched)
+    page = open_page()
+    choose(page, "what the command line")
+    until(lambda: alive and server.host.state.kind == "ready")
+    assert alive == [False]
+    page.wait_for_selector("#model:has-text('draft self')", timeout=60_000)
+    send(page, "the cat")
+    assert page.inner_text("#chat .bot")
+
+
+def test_a_load_that_fails_is_shown_and_the_page_goes_on(open_page, server, monkeypatch):
     def fail(*_, **__):
         raise FileNotFoundError("no such model anywhere")
 
-    monkeypatch.setattr("app.host.open_session", fail)
     page = open_page()
-    page.get_by_text("Model", exact=True).first.click()
-    page.click("#preset input")
-    page.get_by_role("option", name="demo").click()
-    page.wait_for_selector("#verdict:has-text('demo'), #verdict:has-text('offline'), #verdict:has-text('SmolLM2')")
-    page.click("#load")
-    page.wait_for_selector("#model:has-text('cannot load: no such model anywhere')", timeout=120_000)
-    assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
+    with monkeypatch.context() as patch:
+        patch.setattr("app.host.open_session", fail)
+        choose(page, "demo")
+        page.wait_for_selector("#model:has-text('cannot load: no such model anywhere')", timeout=120_000)
+        assert httpx.get(f"{server.url}/health").json()["status"] == "failed"
+        send(page, "the cat", until_done=False)
+        page.wait_for_selector("#status:has-text('no model is ready')", timeout=60_000)
+    choose(page, "what the command line")
+    page.wait_for_selector("#model:has-text('draft self')", timeout=120_000)
+    send(page, "the cat")
+    assert page.inner_text("#chat .bot")
+
+
+def test_a_load_and_a_prefill_tell_how_far_they_are():
+    loading = State("loading", "load", 500_000_000, 2_000_000_000, "B", 5.0)
+    from app.ui import _prefill_line
+
+    assert str(loading) == "load: 25 %, 100 MB/s, 15 s left"
+    assert str(State("loading", "convert x", 30, 90, "%", 1.0)) == "convert x: 33 %, 2 s left"
+    assert _prefill_line(5.0, 500_000_000, 2_000_000_000) == "prefill: 25 %, 100 MB/s, 15 s left"
+    assert _prefill_line(5.0, 0, 0) == "prefill ... 5 s"
+
+
+def test_the_page_tells_how_far_a_streamed_prefill_is(chat_model, tmp_path, monkeypatch):
+    from app.ui import Page
+
+    monkeypatch.setenv("SPECEXEC_CACHE", str(tmp_path))
+    with served(chat_model, draft="none", resident="0", max_tokens="2") as running:
+        for layer in running.host.running.session.target.layers:
+            layer.register_forward_pre_hook(lambda *_: time.sleep(0.4))
+        visitor = SimpleNamespace(session_hash="x")
+        page = Page(running.host, running.host.running.chosen)
+        lines = [shown[3] for shown in page.send("the cat", [], visitor, "", 0, 1, 0, 0, 1, 2, 1)]
+    shares = [int(found[1]) for line in lines if (found := re.match(r"prefill: (\d+) %", str(line)))]
+    assert shares and shares == sorted(shares) and shares[-1] <= 100
