@@ -3,36 +3,48 @@
     python benchmarks/plan_accuracy.py
 
 The demo model widened 16 times (2.66 GB) runs in a cgroup of 1.5 GB in bf16, int8, NF4 and as GGUF (Q8_0; Q4_K, with
-Q5_0 where rows are no multiple of 256, as llama.cpp mixes them). The machine's own compute type is used: bf16, or fp32
-where the CPU has no bf16 instructions. Trees of a fixed size are made up: what is guessed does not change what a pass
-costs. Passes behind the prefill count, by their median. Then bf16 again with 0, 10 and 20
-of 30 layers resident and no cgroup, since 20 are larger than it. The last line printed is one JSON object.
+Q5_0 where rows are no multiple of 256, as llama.cpp mixes them), with trees of 64 nodes, where computing is the bound
+here, and of 2 (`:2`), where the link is. The machine's own compute type is used: bf16, or fp32 on a CPU without bf16
+instructions. Trees are made up: what is guessed does not change what a pass costs. A prompt fills the context, so that
+all memory that was planned for is used. Passes behind it count, by their median. The raw rate is that of O_DIRECT reads
+just before and just after them, for disks change by the minute; `error_at_measured_rate` is that of the plan's formula
+with this rate in place of the one that was measured when the plan was made. Then bf16 again with 0, 10 and 20 of 30
+layers resident and no cgroup, since 20 are larger than it. The last line printed is one JSON object.
 """
 
 import argparse
 import itertools
 import json
+import os
 import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from limits import in_cgroup, make_cgroup, raw_rate, widened_demo
+from limits import make_cgroup, widened_demo
 
 from app.environment import cache_dir
-from app.launch import open_session
+from app.launch import Running, open_session
 from app.presets import chosen_settings
 from app.quiet import quiet_libraries
 from offload.checkpoint import open_checkpoint
-from offload.hardware import peak_rss_bytes
+from offload.hardware import measure_read_bps, peak_rss_bytes
 from offload.layout import typed
+from offload.predict import Prediction, predict
 from specexec.budget import Budget
 from specexec.tree import TokenTree
 
 PROMPT = "Write a short story about a lighthouse keeper and a storm."
 LIMIT = 1_500_000_000
+CTX = 512
+ERRORS = ("time_error", "memory_error", "error_at_measured_rate")
+_SAMPLE_BYTES = 1 << 30
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -57,33 +69,75 @@ class AnyTree:
         return TokenTree(np.arange(count) + 100, np.full(count, -1), np.zeros(count, np.float32))
 
 
-def measure(target: str, bits: str, resident: str, passes: int, budget: str) -> dict:
-    """Planned and actual figures of `passes` passes behind the prefill."""
-    flags = {"target": target, "draft": "none", "ctx": "512", "budget": budget, "seed": "1"}
+def measure(
+    target: str, bits: str, resident: str, passes: int, budget: str, rate: Callable[[], float | None] = lambda: None
+) -> dict:
+    """Planned and actual figures of `passes` passes behind the prefill; `rate` is asked just before and after them."""
+    flags = {"target": target, "draft": "none", "ctx": str(CTX), "budget": budget, "seed": "1"}
     flags |= {"bits": bits} if bits else {}
     flags |= {"resident": resident} if resident else {}
     quiet_libraries()
     with open_session(chosen_settings(None, flags), offline=True, note=lambda line: None) as running:
-        running.session.drafter = AnyTree()
+        running.session.drafter, running.session.stop_ids = AnyTree(), frozenset()
         ids = running.session.encode_chat([{"role": "user", "content": PROMPT}])
-        stats = [chunk.stats for chunk in running.session.stream(ids, running.sampling, max_tokens=passes + 2)]
-        pairs = list(itertools.pairwise(stats[1:]))  # the first pass behind the prefill may still wait for its memory
+        room = passes + 4
+        answer = running.session.stream((CTX * ids)[: CTX - room], running.sampling, max_tokens=room)
+        for _ in range(3):  # the prefill, and a pass that may still wait for its memory
+            next(answer)
+        before = rate()
+        stats = [
+            chunk.stats for chunk in itertools.islice(answer, 1 + passes)
+        ]  # the slots filled in between: not counted
+        after = rate()
+        pairs = list(itertools.pairwise(stats))
         seconds = [late.verify_s - early.verify_s for early, late in pairs]
         streamed = [late.streamed_bytes - early.streamed_bytes for early, late in pairs]
-        prediction = running.choice.prediction
+        raw = statistics.median([before, after]) if before and after else running.raw_link_bps
+        prediction, later = running.choice.prediction, _predicted(running, raw)
         return {
             "dtype": str(running.session.target.model.dtype).removeprefix("torch."),
             "planned_s_per_pass": prediction.s_per_pass,
             "planned_link_s": prediction.link_s,
             "planned_compute_s": prediction.compute_s,
             "s_per_pass": statistics.median(seconds),
+            "time_error": prediction.s_per_pass / statistics.median(seconds) - 1,
+            "error_at_measured_rate": later.s_per_pass / statistics.median(seconds) - 1,
+            "is_link_bound": later.link_s > later.compute_s,
             "link_bps": sum(streamed) / sum(seconds),
-            "raw_link_bps": running.raw_link_bps,
+            "planned_raw_bps": running.raw_link_bps,
+            "raw_bps": raw,
+            "link_utilisation": sum(streamed) / sum(seconds) / raw if running.plan.streamed else None,
             "planned_peak_bytes": running.plan.total_bytes,
             "peak_bytes": peak_rss_bytes(),
+            "memory_error": running.plan.total_bytes / peak_rss_bytes() - 1,
             "num_resident": len(running.plan.resident),
             "num_streamed": len(running.plan.streamed),
         }
+
+
+def _predicted(running: Running, disk_bps: float | None) -> Prediction:
+    """What the plan's formula gives for another rate of the disk."""
+    choice, rates = running.choice, replace(running.rates, disk_bps=disk_bps or running.rates.disk_bps)
+    return predict(running.shape, choice.plan, choice.draft, choice.budget, rates)
+
+
+def in_proportion(cases: list[dict]) -> list[dict]:
+    """Seconds per pass beside those of the first case times the share of layers that are streamed."""
+    first = cases[0]
+    found = []
+    for case in cases:
+        expected = first["s_per_pass"] * case["num_streamed"] / first["num_streamed"]
+        at_rate = expected * first["raw_bps"] / case["raw_bps"]
+        found.append(
+            {
+                "num_resident": case["num_resident"],
+                "s_per_pass": case["s_per_pass"],
+                "expected_s": expected,
+                "error": expected / case["s_per_pass"] - 1,
+                "error_at_measured_rate": at_rate / case["s_per_pass"] - 1,
+            }
+        )
+    return found
 
 
 def write_gguf(source: Path, path: Path, kind: Kind) -> None:
@@ -163,65 +217,77 @@ def _add_tokenizer(writer: gguf.GGUFWriter, source: Path) -> None:
     writer.add_chat_template((source / "chat_template.jinja").read_text())
 
 
+def case_of(within: Path | None, wide: Path, arguments: list[str]) -> dict:
+    """What a worker finds in the cgroup `within`; whenever it asks, it is told the raw rate of the disk."""
+
+    def enter() -> None:
+        if within is not None:
+            (within / "cgroup.procs").write_text(str(os.getpid()))
+
+    command = [sys.executable, __file__, "--worker", "--asks", *arguments]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=enter, **pipes) as worker:
+        for line in worker.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+            if line == "rate?\n":
+                print(
+                    measure_read_bps(sorted(wide.glob("*.safetensors")), _SAMPLE_BYTES), file=worker.stdin, flush=True
+                )
+    raise SystemExit(f"{' '.join(arguments)} failed with exit code {worker.returncode}")
+
+
+def ask_rate() -> float:
+    """Lets the parent measure, which is outside the cgroup, so that it takes none of its memory."""
+    print("rate?", flush=True)
+    return float(sys.stdin.readline())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="bf16,int8,nf4,gguf-q8_0,gguf-q4_k,residents")
+    parser.add_argument("--cases", default="bf16,bf16:2,int8,int8:2,nf4,gguf-q8_0,gguf-q4_k,residents:2")
     parser.add_argument("--passes", type=int, default=8)
-    parser.add_argument("--budget", default="64")
+    parser.add_argument("--budget", default="64", help="of cases that name none")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--asks", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--target", default="", help=argparse.SUPPRESS)
     parser.add_argument("--bits", default="", help=argparse.SUPPRESS)
     parser.add_argument("--resident", default="", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        print(
-            json.dumps(
-                measure(arguments.target, arguments.bits, arguments.resident, arguments.passes, arguments.budget)
-            )
-        )
+    given = parser.parse_args()
+    if given.worker:
+        asked = (given.target, given.bits, given.resident, given.passes, given.budget)
+        print(json.dumps(measure(*asked, ask_rate) if given.asks else measure(*asked)))
         return
     _, wide = widened_demo(16)
     folder = make_cgroup(LIMIT)
     cases: dict[str, dict] = {}
-    common = ["--worker", "--passes", str(arguments.passes), "--budget", arguments.budget]
 
-    def run(name: str, within: Path | None, target: Path, **more: str) -> None:
-        before = raw_rate(wide)
-        options = [part for key, value in more.items() for part in (f"--{key}", value)]
-        case = in_cgroup(within, __file__, [*common, "--target", str(target), *options])
-        case["raw_link_bps"] = statistics.median([before, case["raw_link_bps"] or before, raw_rate(wide)])
-        case["time_error"] = case["planned_s_per_pass"] / case["s_per_pass"] - 1
-        case["memory_error"] = case["planned_peak_bytes"] / case["peak_bytes"] - 1
-        case["link_utilisation"] = case["link_bps"] / case["raw_link_bps"]
-        case["is_link_bound"] = case["planned_link_s"] > case["planned_compute_s"]
-        cases[name] = case
-        print(name, json.dumps(case), flush=True)
+    def run(name: str, within: Path | None, target: Path, budget: str, **more: str) -> dict:
+        options = {"target": str(target), "passes": str(given.passes), "budget": budget or given.budget, **more}
+        cases[name] = case_of(within, wide, [part for key, value in options.items() for part in (f"--{key}", value)])
+        print(name, json.dumps(cases[name]), flush=True)
+        return cases[name]
 
-    for name in arguments.cases.split(","):
-        if name == "residents":
-            for count in ("0", "10", "20"):
-                run(f"bf16, {count} resident", None, wide, resident=count)
-        elif name.startswith("gguf-"):
-            path = cache_dir() / f"benchmark-wide16.{name.removeprefix('gguf-')}.gguf"
+    residents: list[dict] = []
+    for name in given.cases.split(","):
+        kind, _, budget = name.partition(":")
+        if kind == "residents":
+            counts = ("0", "10", "20")
+            residents = in_proportion([run(f"{name}, {n}", None, wide, budget, resident=n) for n in counts])
+        elif kind.startswith("gguf-"):
+            path = cache_dir() / f"benchmark-wide16.{kind.removeprefix('gguf-')}.gguf"
             if not path.exists():
-                write_gguf(wide, path.with_suffix(".partial"), Kind[name.removeprefix("gguf-").upper()])
+                write_gguf(wide, path.with_suffix(".partial"), Kind[kind.removeprefix("gguf-").upper()])
                 path.with_suffix(".partial").rename(path)
-            run(name, folder, path)
+            run(name, folder, path, budget)
         else:
-            more = {"int8": {"bits": "8"}, "nf4": {"bits": "4"}}.get(name, {})
-            run(name, folder, wide, **more)
+            run(name, folder, wide, budget, **{"int8": {"bits": "8"}, "nf4": {"bits": "4"}}.get(kind, {}))
     folder.rmdir()
+    errors = {key: max(abs(case[key]) for case in cases.values()) for key in ERRORS}
     bound = [case["link_utilisation"] for case in cases.values() if case["is_link_bound"]]
-    errors = [abs(case[key]) for case in cases.values() for key in ("time_error", "memory_error")]
-    print(
-        json.dumps(
-            {
-                "worst_error": max(errors),
-                "least_link_utilisation": min(bound, default=None),
-                "cases": cases,
-            }
-        )
-    )
+    report = {"worst_error": max(errors["time_error"], errors["memory_error"]), "worst": errors}
+    report |= {"least_link_utilisation": min(bound, default=None), "residents": residents, "cases": cases}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
 import math
 import mmap
-import os
 import re
 import resource
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +18,15 @@ from torch.nn import functional as F
 from offload.entries import TensorEntry
 from offload.layout import decode
 from offload.product import linear
-from offload.store import READ_BYTES, anonymous, open_for_reading, pin, unpin
+from offload.store import ONE_AT_A_TIME, FileStore, Reading, anonymous, pin, sample_unit, unpin
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SAMPLE_BUFFER_BYTES = (
     128 << 20
 )  # as large as slots are: one that stays in a cache reads up to half faster than weights
+_STRETCH_BYTES = 32 << 20
+_WORTHWHILE = 1.1
+READINGS = (ONE_AT_A_TIME, Reading(2), Reading(4), Reading(4, 4 << 20))  # the ways that are tried, the usual one first
 _PROBE_BYTES = 64 << 20
 _PROBE_COPIES = 64
 _PROBE_S = 0.2
@@ -83,7 +86,8 @@ def probe(device: str | torch.device = "cpu") -> Hardware:
         return Hardware(device, name, total, free, torch.cuda.memory_reserved(device), ram_total, ram_free, bf16)
     name = f"CPU, {torch.get_num_threads()} threads"
     bf16 = any(on is True for feature, on in torch.cpu.get_capabilities().items() if feature.endswith("bf16"))
-    return Hardware(device, name, ram_total, ram_free, process_bytes, ram_total, ram_free, bf16)
+    free = min(ram_free, max(0, ram_total - process_bytes))  # a cgroup is not charged for libraries others have read
+    return Hardware(device, name, ram_total, free, process_bytes, ram_total, ram_free, bf16)
 
 
 def peak_rss_bytes() -> int:
@@ -95,25 +99,56 @@ def peak_rss_bytes() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure_read_bps(files: Iterable[Path], most_bytes: int = 512 << 20) -> float:
-    """Bytes per second of reading `files` in order, past the page cache, up to `most_bytes` of them."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    memory = memoryview(mmap.mmap(-1, _SAMPLE_BUFFER_BYTES, flags=flags))
-    done, seconds = 0, 0.0
-    for file in files:
-        fd, size, _ = open_for_reading(file)
-        try:
-            end = min(size, most_bytes - done)
-            start = time.perf_counter()
-            for position in range(0, end, READ_BYTES):
-                start_at = position % _SAMPLE_BUFFER_BYTES
-                done += os.preadv(fd, [memory[start_at : start_at + READ_BYTES]], position)
-            seconds += time.perf_counter() - start
-        finally:
-            os.close(fd)
-    if not done:
+def measure_read_bps(files: Iterable[Path], most_bytes: int = 512 << 20, *, reading: Reading = ONE_AT_A_TIME) -> float:
+    """Bytes per second of reading `files` in order, past the page cache, up to `most_bytes` of them, as layers are."""
+    times = _stretch_times(list(files), [reading], most_bytes, _SAMPLE_BUFFER_BYTES)[0]
+    if not times:
         raise ValueError("no bytes to measure the read rate with")
-    return done / seconds
+    return sum(nbytes for nbytes, _ in times) / sum(seconds for _, seconds in times)
+
+
+def measure_disk(files: Iterable[Path], most_bytes: int) -> tuple[float, Reading]:
+    """The rate of reading `files` in the way that is fastest, in bytes per second, and this way."""
+    files = list(files)
+    reading = measure_reading(files)
+    return measure_read_bps(files, most_bytes, reading=reading), reading
+
+
+def measure_reading(files: Iterable[Path], most_bytes: int = 384 << 20) -> Reading:
+    """The way of reading `files` that is fastest on their disk: one request at a time, unless more gain a tenth.
+
+    The ways take turns, so that a disk whose rate changes meanwhile favours none; their medians are compared.
+    """
+    files = list(files)
+    if sum(file.stat().st_size for file in files) < most_bytes:
+        return READINGS[0]  # whatever is gained by it lasts no longer than the measurement
+    found = _stretch_times(files, READINGS, most_bytes, _STRETCH_BYTES)
+    rates = [statistics.median(nbytes / seconds for nbytes, seconds in times) for times in found]
+    best = max(range(len(rates)), key=rates.__getitem__)
+    return READINGS[best if rates[best] > _WORTHWHILE * rates[0] else 0]
+
+
+def _stretch_times(
+    files: list[Path], readings: Sequence[Reading], most_bytes: int, stretch_bytes: int
+) -> list[list[tuple[int, float]]]:
+    """Bytes and seconds of each stretch of `files` by the way in which it was read; the ways take turns."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    buffer = torch.frombuffer(mmap.mmap(-1, _SAMPLE_BUFFER_BYTES, flags=flags), dtype=torch.uint8)
+    places = [(file, at) for file in files for at in range(0, file.stat().st_size, stretch_bytes)]
+    times: list[list[tuple[int, float]]] = [[] for _ in readings]
+    with ExitStack() as opened:
+        stores = [opened.enter_context(closing(FileStore(files, reading))) for reading in readings]
+        done = 0
+        for i, (file, at) in enumerate(places):
+            nbytes = min(stretch_bytes, file.stat().st_size - at, most_bytes - done)
+            if nbytes <= 0:
+                break
+            unit = sample_unit(file, at, nbytes)
+            start = time.perf_counter()
+            stores[i % len(stores)].read_into(unit, buffer[i * stretch_bytes % _SAMPLE_BUFFER_BYTES :], lambda: False)
+            times[i % len(stores)].append((nbytes, time.perf_counter() - start))
+            done += nbytes
+    return times
 
 
 def measure_rates(

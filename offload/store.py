@@ -3,18 +3,32 @@
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from offload.layout import BLOCK_BYTES, Unit, check_sums
+from offload.layout import BLOCK_BYTES, Extent, Unit, check_sums
 
 # One request. The kernel splits it and keeps the parts in flight at once; larger ones gain nothing, smaller ones lose
 # some 8 % whenever the cores are busy computing, for the reader then waits for its turn after each of them.
 READ_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a disk is read: `num_requests` at once, of `request_bytes` each."""
+
+    num_requests: int = 1
+    request_bytes: int = READ_BYTES
+
+
+ONE_AT_A_TIME = Reading()
 
 
 def anonymous(nbytes: int) -> torch.Tensor:
@@ -38,7 +52,9 @@ class WeightStore(Protocol):
 class FileStore:
     """Reads units straight from the files that hold them, past the page cache."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
+    def __init__(self, files: Iterable[Path], reading: Reading = ONE_AT_A_TIME) -> None:
+        self._reading = reading
+        self._readers = ThreadPoolExecutor(reading.num_requests, "offload-reader") if reading.num_requests > 1 else None
         self._files: dict[Path, tuple[int, int, bool]] = {}
         self._checked: set[str] = set()
         try:
@@ -54,26 +70,8 @@ class FileStore:
         The first time that a unit is read, ValueError if it is not what its checksums say.
         """
         memory = memoryview(buffer.numpy())
-        for extent in unit.extents:
-            fd, size, direct = self._files[extent.file]
-            end = min(extent.offset + extent.nbytes, size)
-            position = extent.offset
-            while position < end:
-                if cancelled():
-                    return False
-                start = extent.slot_offset + position - extent.offset
-                length = min(READ_BYTES, extent.offset + extent.nbytes - position)
-                got = self._read(extent.file, fd, memory[start : start + length], position)
-                if not direct:
-                    os.posix_fadvise(fd, position, got, os.POSIX_FADV_DONTNEED)
-                position += got
-                if position < end and position % BLOCK_BYTES:
-                    got -= position % BLOCK_BYTES  # go on from a whole block
-                    position -= position % BLOCK_BYTES
-                if got <= 0:
-                    raise OSError(
-                        errno.EIO, f"file ends before byte {end:,}: it changed while in use", str(extent.file)
-                    )
+        if not self._read_pieces(_pieces(unit, self._reading.request_bytes), memory, cancelled):
+            return False
         if unit.name not in self._checked:
             check_sums(unit, buffer)
             self._checked.add(unit.name)
@@ -81,8 +79,47 @@ class FileStore:
 
     def close(self) -> None:
         """Closes every file."""
+        if self._readers is not None:
+            self._readers.shutdown()
         while self._files:
             os.close(self._files.popitem()[1][0])
+
+    def _read_pieces(self, pieces: list[Extent], memory: memoryview, cancelled: Callable[[], bool]) -> bool:
+        """Reads all `pieces`, as many at once as this store's way of reading says; nothing is under way at the end."""
+        if self._readers is None:
+            return all(self._read_piece(piece, memory, cancelled) for piece in pieces)
+        failed = threading.Event()
+
+        def read(piece: Extent) -> bool:
+            try:
+                return self._read_piece(piece, memory, lambda: failed.is_set() or cancelled())
+            except Exception:
+                failed.set()
+                raise
+
+        futures = [self._readers.submit(read, piece) for piece in pieces]
+        wait(futures)
+        results = [future.result() for future in futures]  # an error counts more than what it cut short
+        return all(results)
+
+    def _read_piece(self, piece: Extent, memory: memoryview, cancelled: Callable[[], bool]) -> bool:
+        fd, size, direct = self._files[piece.file]
+        end = min(piece.offset + piece.nbytes, size)
+        position = piece.offset
+        while position < end:
+            if cancelled():
+                return False
+            start = piece.slot_offset + position - piece.offset
+            got = self._read(piece.file, fd, memory[start : piece.slot_offset + piece.nbytes], position)
+            if not direct:
+                os.posix_fadvise(fd, position, got, os.POSIX_FADV_DONTNEED)
+            position += got
+            if position < end and position % BLOCK_BYTES:
+                got -= position % BLOCK_BYTES  # go on from a whole block
+                position -= position % BLOCK_BYTES
+            if got <= 0:
+                raise OSError(errno.EIO, f"file ends before byte {end:,}: it changed while in use", str(piece.file))
+        return True
 
     @staticmethod
     def _read(file: Path, fd: int, memory: memoryview, position: int) -> int:
@@ -142,6 +179,21 @@ class ArenaStore:
             self.pinned = False
         self._places.clear()
         self._arena = anonymous(0)
+
+
+def sample_unit(file: Path, offset: int, nbytes: int) -> Unit:
+    """Bytes of `file`, from a multiple of BLOCK_BYTES on, as a unit of nothing."""
+    blocks = -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+    return Unit(f"{file} at {offset}", (), (Extent(file, offset, blocks, 0),), frozenset(), 0, 0, ())
+
+
+def _pieces(unit: Unit, most_bytes: int) -> list[Extent]:
+    """The unit's extents cut into requests of at most `most_bytes`."""
+    return [
+        Extent(extent.file, extent.offset + at, min(most_bytes, extent.nbytes - at), extent.slot_offset + at)
+        for extent in unit.extents
+        for at in range(0, extent.nbytes, most_bytes)
+    ]
 
 
 def pin(buffer: torch.Tensor) -> bool:

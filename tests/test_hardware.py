@@ -1,13 +1,27 @@
 """What this machine has and how fast it is: measured, never assumed."""
 
 import math
+import os
+import threading
+import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from offload import hardware as hardware_module
+from offload import store as store_module
 from offload.entries import TensorEntry
-from offload.hardware import measure_decode_bps, measure_rates, peak_rss_bytes, probe
+from offload.hardware import (
+    measure_decode_bps,
+    measure_rates,
+    measure_read_bps,
+    measure_reading,
+    peak_rss_bytes,
+    probe,
+)
 from offload.quantize import Int8
+from offload.store import Reading
 
 CPU = torch.device("cpu")
 
@@ -35,3 +49,28 @@ def test_decoding_rate(tmp_path):
     scale = TensorEntry("w.scale", tmp_path, 0, 1024, *parts[".scale"])
     entry = TensorEntry("w", tmp_path, 0, 256 * 512, torch.int8, (256, 512), Int8(), (scale,))
     assert 1e6 < measure_decode_bps(entry, torch.bfloat16, CPU) < 1e12
+
+
+@pytest.mark.parametrize(("takes_several", "num_requests"), [(True, 4), (False, 1)])
+def test_as_many_requests_as_the_disk_takes_at_once(tmp_path, monkeypatch, takes_several, num_requests):
+    """A disk that needs 4 ms for every request: one that takes several at once, and one whose head then moves about."""
+    genuine, turn, waiting = os.preadv, nullcontext() if takes_several else threading.Lock(), []
+
+    def slow(fd, into, at):
+        waiting.append(at)
+        with turn:
+            time.sleep(0.004 if takes_several else 0.004 * len(waiting))
+            waiting.remove(at)
+            return genuine(fd, into, at)
+
+    file = tmp_path / "bytes"
+    file.write_bytes(os.urandom(12 << 20))
+    ways = tuple(Reading(n, 128 << 10) for n in (1, 2, 4))
+    monkeypatch.setattr(hardware_module, "READINGS", ways)
+    monkeypatch.setattr(hardware_module, "_STRETCH_BYTES", 1 << 20)
+    monkeypatch.setattr(store_module.os, "preadv", slow)
+    chosen = measure_reading([file], 12 << 20)
+    assert chosen == Reading(num_requests, 128 << 10)
+    assert measure_reading([file], 13 << 20) == ways[0]
+    rate = measure_read_bps([file], 4 << 20, reading=chosen)
+    assert rate < 1.1 * num_requests * (128 << 10) / 0.004

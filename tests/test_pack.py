@@ -226,12 +226,12 @@ def test_the_whole_model_is_never_in_memory(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 20 MB."""
+    """A file system of 50 MB."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a tmpfs needs root")
     folder = tmp_path / "small"
     folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20M", "none", str(folder)], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=50M", "none", str(folder)], capture_output=True).returncode:
         pytest.skip("this container may not mount a tmpfs")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
@@ -242,7 +242,7 @@ def test_full_disk(tmp_path, small_disk):
     model = tiny.tiny_model("llama", num_hidden_layers=8, hidden_size=128, intermediate_size=384)
     source = open_checkpoint(tiny.save(model, tmp_path / "source"))
     folder, filler = small_disk / "pack", small_disk / "filler"
-    filler.write_bytes(bytes(4_000_000))
+    filler.write_bytes(bytes(36_000_000))
     with pytest.raises(OSError, match=r"full: [\d,]+ bytes are needed .* are missing") as caught:
         open_pack(source, folder, Nf4())
     assert "\n" not in str(caught.value)

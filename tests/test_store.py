@@ -2,6 +2,7 @@
 
 import errno
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from offload import store as store_module
 from offload.checkpoint import TensorEntry
 from offload.layout import Unit, _extents
-from offload.store import ArenaStore, FileStore, anonymous, open_for_reading
+from offload.store import ArenaStore, FileStore, Reading, anonymous, open_for_reading
 
 SIZE = 9 << 20 | 777
 
@@ -116,9 +117,8 @@ def test_disk_error_names_the_file(file, monkeypatch):
     store.close()
 
 
-def test_cancelled_between_blocks(file, monkeypatch):
-    monkeypatch.setattr(store_module, "READ_BYTES", 4 << 20)
-    store = FileStore([file])
+def test_cancelled_between_blocks(file):
+    store = FileStore([file], Reading(1, 4 << 20))
     unit = unit_of(file, (0, SIZE))
     answers = iter([False, True])
     buffer = anonymous(unit.slot_bytes)
@@ -132,3 +132,52 @@ def test_missing_file_leaves_nothing_open(file):
     with pytest.raises(FileNotFoundError, match="zz-nowhere"):
         FileStore([file, file.with_name("zz-nowhere")])
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+@pytest.mark.parametrize("reading", [Reading(2, 1 << 20), Reading(4, 4096), Reading(3)], ids=str)
+def test_parallel_requests_read_the_same(file, monkeypatch, reading):
+    genuine, under_way, most = os.preadv, [], []
+
+    def watched(fd, into, at):
+        under_way.append(at)
+        most.append(len(under_way))
+        time.sleep(0.001)
+        got = genuine(fd, [into[0][:512_512]], at)  # a short read
+        under_way.remove(at)
+        return got
+
+    store = FileStore([file], reading)
+    monkeypatch.setattr(store_module.os, "preadv", watched)
+    unit = unit_of(file, (10, 5000), (20_000, 2 << 20), (SIZE - 100, SIZE))
+    check(store, unit, file)
+    assert 1 < max(most) <= reading.num_requests
+    store.close()
+    store.close()
+
+
+def test_an_error_ends_all_requests_and_names_the_file(file, monkeypatch):
+    genuine, calls = os.preadv, []
+
+    def fail_once(fd, into, at):
+        calls.append(at)
+        if len(calls) == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        time.sleep(0.01)
+        return genuine(fd, into, at)
+
+    store = FileStore([file], Reading(2, 65536))
+    unit = unit_of(file, (0, SIZE))
+    monkeypatch.setattr(store_module.os, "preadv", fail_once)
+    with pytest.raises(OSError, match=file.name):
+        store.read_into(unit, anonymous(unit.slot_bytes), never)
+    assert len(calls) < 10  # of 145
+    check(store, unit_of(file, (0, 100)), file)
+    store.close()
+
+
+def test_parallel_requests_are_cancelled(file):
+    store = FileStore([file], Reading(4, 65536))
+    unit, asked = unit_of(file, (0, SIZE)), []
+    assert not store.read_into(unit, anonymous(unit.slot_bytes), lambda: bool(asked.append(1)) or len(asked) > 4)
+    assert len(asked) >= 100  # every piece has seen it, and none is still under way
+    store.close()
