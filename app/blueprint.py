@@ -11,9 +11,9 @@ from app import hub
 from app.draft import attention_for
 from app.models import is_cached, locate
 from offload.checkpoint import Checkpoint, open_checkpoint
-from offload.load import outline
+from offload.load import Outline, outline
 from offload.pack import encoding_for, packed_outline
-from offload.shape import Anatomy, Shape, anatomy, shape_of, sketch
+from offload.shape import Anatomy, Shape, anatomy, rounded_shape_of, shape_of, sketch
 
 _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -36,8 +36,10 @@ class Blueprint:
         return sketch(_anatomy(self), dtype=dtype)
 
     def rounded(self, bits: int, dtype: torch.dtype) -> Shape:
-        """Sizes of a copy with other values: held as stored, but in `dtype` where what is stored are codes."""
-        return self.plain(dtype) if bits != 16 or self.is_packed else self.shape(16, dtype)
+        """Sizes of a copy with other values: numbers held as they are stored, codes decoded to `dtype`."""
+        if self.checkpoint is not None:
+            return rounded_shape_of(_outline(self, bits, dtype), dtype)
+        return self.plain(dtype) if bits != 16 else self.shape(16, dtype)
 
     def describe(self, bits: int) -> str:
         """How its weights are stored, in words."""
@@ -48,6 +50,11 @@ class Blueprint:
     def is_packed(self) -> bool:
         """Whether its files hold few bits already."""
         return self.checkpoint is not None and self.checkpoint.quantization is not None
+
+    @property
+    def path(self) -> Path | None:
+        """Where its files are, if they are here."""
+        return self.checkpoint.path if self.checkpoint else None
 
     @property
     def files(self) -> list[Path]:
@@ -61,16 +68,20 @@ class Blueprint:
 
 @cache
 def _shape(blueprint: Blueprint, bits: int, dtype: torch.dtype) -> Shape:
-    checkpoint = blueprint.checkpoint
-    if checkpoint is None:
+    if blueprint.checkpoint is None:
         return sketch(_anatomy(blueprint), bits=bits, dtype=dtype, stored=blueprint.stored)
+    return shape_of(_outline(blueprint, bits, dtype), dtype)
+
+
+@cache
+def _outline(blueprint: Blueprint, bits: int, dtype: torch.dtype) -> Outline:
+    """Of the checkpoint's headers, as they are or as they will be once it is packed."""
+    checkpoint = blueprint.checkpoint
     if bits == 16:
-        parts = outline(checkpoint, dtype=dtype, attn_implementation=attention_for(checkpoint))
-    elif checkpoint.quantization is not None:
+        return outline(checkpoint, dtype=dtype, attn_implementation=attention_for(checkpoint))
+    if checkpoint.quantization is not None:
         raise ValueError(f"{blueprint.name} is already quantized ({checkpoint.quantization}): leave out --bits")
-    else:
-        parts = packed_outline(checkpoint, encoding_for(bits), dtype=dtype)
-    return shape_of(parts, dtype)
+    return packed_outline(checkpoint, encoding_for(bits), dtype=dtype)
 
 
 @cache

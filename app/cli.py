@@ -72,7 +72,9 @@ def run(
     target: Annotated[_Text, _model("--target", "MODEL", "Directory, .gguf file or Hub id to answer with.")] = None,
     engine: Annotated[_Text, _model("--engine", "URL", "Ask another OpenAI-compatible server instead.")] = None,
     bits: Annotated[_Text, _model("--bits", "16|8|4", "Weights of the target: quantized once, then cached.")] = None,
-    draft: Annotated[_Text, _model("--draft", "auto|self|suffix|graft|none|MODEL", "Where guesses come from.")] = None,
+    draft: Annotated[
+        _Text, _model("--draft", "auto|self|suffix|graft|none|[graft:]MODEL", "Where guesses come from.")
+    ] = None,
     draft_bits: Annotated[_Text, _model("--draft-bits", "16|4", "4: an NF4 copy of a draft model.")] = None,
     draft_ctx: Annotated[_Text, _model("--draft-ctx", "N", "A draft model sees the last N tokens only.")] = None,
     past: Annotated[_Text, _model("--past", "on|off", "Whether suffix drafts keep answers on disk.")] = None,
@@ -131,7 +133,11 @@ def plan(
     preset: Annotated[_Text, _model("--preset", "NAME|FILE", "Preset; demo unless a target is given.")] = None,
     target: Annotated[_Text, _model("--target", "MODEL", "Directory (config.json suffices), .gguf or Hub id.")] = None,
     bits: Annotated[_Text, _model("--bits", "16|8|4", "Bits per weight at rest.")] = None,
-    draft: Annotated[_Text, _model("--draft", "auto|self|suffix|graft|none|MODEL", "Where guesses come from.")] = None,
+    draft: Annotated[
+        _Text, _model("--draft", "auto|self|suffix|graft|none|[graft:]MODEL", "Where guesses come from.")
+    ] = None,
+    draft_bits: Annotated[_Text, _model("--draft-bits", "16|4", "4: an NF4 copy of a draft model.")] = None,
+    draft_ctx: Annotated[_Text, _model("--draft-ctx", "N", "A draft model sees the last N tokens only.")] = None,
     dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What to compute in.")] = None,
     ctx: Annotated[_Text, _model("--ctx", "N", "Most tokens of prompt and answer together.")] = None,
     budget: Annotated[_Text, _model("--budget", "auto|N", "Most guesses verified in one pass.")] = None,

@@ -1,20 +1,26 @@
 """Which draft a run gets, what it costs and how it is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from app.machines import curves
 from app.target import load_tokenizer
 from app.translation import Translation, translation
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.hardware import Hardware
 from offload.load import Loaded, Outline, load_model, outline
-from offload.plan import Plan, kv_cache_bytes, logits_bytes, plan
+from offload.plan import Plan, plan
+from offload.predict import Draft
 from offload.quantize import nf4_matrices
+from offload.replay import Replays
+from offload.shape import Shape, rounded_shape_of, shape_of
+from offload.working import draft_bytes
 from specexec.acceptance import Acceptance
+from specexec.copies import is_copy
 from specexec.drafters import Drafter, DraftLM
 from specexec.drafters.graft import GraftDrafter
 from specexec.drafters.model import ModelDrafter
@@ -40,41 +46,32 @@ class DraftModel:
     window: int | None = None
     translation: Translation | None = None
 
-    def memory(self, rows: int, batch: int) -> dict[str, int]:
-        """What the draft adds to a plan, in bytes, for `rows` of KV cache and `batch` nodes scored at once."""
-        config = self.checkpoint.config
-        layers = self.outline.layers
-        held = [unit.rounded_bytes if self.is_nf4 else unit.resident_bytes for unit in layers]
-        weights = sum(held) + self.outline.unpacked_bytes
-        if not self.is_self:
-            weights += sum(self.outline.rest_bytes.values())
-        return {
-            "draft": weights,
-            "draft's KV cache": kv_cache_bytes(config, self._num_rows(rows, batch - 1), self.dtype),
-            "draft's logits": logits_bytes(config, batch, torch.float32),
-        }
+    @property
+    def shape(self) -> Shape:
+        """Its sizes as they are once it is loaded."""
+        return (rounded_shape_of if self.is_nf4 else shape_of)(self.outline, self.dtype)
 
-    def behind(self, loaded: Loaded, target: CachedLM, budget: int, *, shares_rows: bool = True) -> DraftLM:
+    def behind(
+        self, loaded: Loaded, target: CachedLM, budget: int, *, note: Callable[[str], None], shares_rows: bool = True
+    ) -> DraftLM:
         """The loaded draft as what grows trees of up to `budget` nodes for `target`, in the target's ids."""
-        if self.is_self:
-            rows_of = target if shares_rows else None
-            return CachedLM(loaded.model, target.max_rows, vocab_size=target.vocab_size, rows_of=rows_of)
         vocab_size = target.vocab_size if self.translation is None else None
-        lm: DraftLM = CachedLM(loaded.model, self._num_rows(target.max_rows, budget), vocab_size=vocab_size)
+        max_rows = num_rows(self.checkpoint.config, self.window, target.max_rows, budget)
+        sees_all = self.window is None and self.translation is None
+        is_kin = self.is_self or (sees_all and is_copy(loaded.model, target.model))
+        rows_of = target if is_kin and shares_rows else None
+        own = CachedLM(loaded.model, max_rows, vocab_size=vocab_size, rows_of=rows_of)
+        if own.device.type == "cuda":
+            own.record_steps(Replays(own.device, note))
+        lm: DraftLM = own
         if self.window is not None:
             lm = WindowedLM(lm, self.window)
         return (
             lm if self.translation is None else TranslatedLM(lm, self.translation.to_draft, self.translation.retokenize)
         )
 
-    def _num_rows(self, rows: int, budget: int) -> int:
-        """Of the draft's KV cache, where the target's has `rows` for its context and a tree of `budget` nodes."""
-        if self.window is None:
-            return rows
-        return min(self.window + budget, positions(self.checkpoint) or rows)
-
     def load(self, target: Loaded, hardware: Hardware) -> Loaded:
-        """The draft, all of it resident; one that is the target shares its embedding and head."""
+        """The draft, all of it resident; one that is the target shares all of it that is resident (shared_layers)."""
         layers = self.outline.layers
         everything: Plan = plan(layers, fixed={}, limit_bytes=2**63, resident=len(layers))
         return load_model(
@@ -84,12 +81,36 @@ class DraftModel:
             dtype=self.dtype,
             attn_implementation=attention_for(self.checkpoint),
             transform=nf4_matrices if self.is_nf4 else None,
-            share=target.model if self.is_self else None,
+            share=target if self.is_self else None,
         )
 
 
+def model_draft(kind: str, shape: Shape, *, is_self: bool = False, window: int | None = None) -> Draft:
+    """A draft model as plans count it; a copy of the target (`is_self`) shares what it can.
+
+    window: the most tokens of the text that it is shown; None for all.
+    """
+
+    def memory(rows: int, batch: int) -> Mapping[str, int]:
+        own_rows = num_rows(shape.config, window, rows, batch - 1)
+        return draft_bytes(shape, rows=own_rows, batch=batch, is_copy=is_self)
+
+    layer_bytes = tuple(layer.resident_bytes for layer in shape.layers) if is_self else ()
+    return Draft(kind, curves()["self" if is_self else "model"], shape, memory, layer_bytes)
+
+
+def plain_draft(kind: str) -> Draft:
+    """A draft without a model: n-grams, repetitions, none."""
+    return Draft(kind, curves()[kind], None, lambda rows, batch: {})
+
+
+def num_rows(config: PretrainedConfig, window: int | None, rows: int, budget: int) -> int:
+    """Of a draft's KV cache, where the target's has `rows` for its context and a tree of `budget` nodes."""
+    return rows if window is None else min(window + budget, positions(config) or rows)
+
+
 def self_draft(checkpoint: Checkpoint, parts: Outline, dtype: torch.dtype) -> DraftModel:
-    """An NF4 copy of the target."""
+    """An NF4 copy of the target, but for what the target keeps resident while it streams the rest."""
     return DraftModel(checkpoint, parts, is_self=True, is_nf4=True, dtype=dtype)
 
 
@@ -110,7 +131,7 @@ def external_draft(
     """
     checkpoint = open_checkpoint(directory)
     crossing = translation(tokenizer, load_tokenizer(directory), checkpoint.config.get_text_config().vocab_size)
-    window = _window(positions(checkpoint), ctx, draft_ctx, is_translated=crossing is not None)
+    window = window_for(checkpoint.config, ctx, draft_ctx, is_translated=crossing is not None)
     if crossing is not None:
         total = len(crossing.to_draft)
         note(f"draft: another tokenizer; it can guess the {crossing.num_common} of {total} tokens that both have")
@@ -120,13 +141,15 @@ def external_draft(
     return DraftModel(checkpoint, parts, is_self=False, is_nf4=is_nf4, dtype=dtype, window=window, translation=crossing)
 
 
-def positions(checkpoint: Checkpoint) -> int | None:
+def positions(config: PretrainedConfig) -> int | None:
     """How many positions a model knows, or None if its config does not say."""
-    return getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def _window(most: int | None, ctx: int, asked: int | None, *, is_translated: bool) -> int | None:
-    """The most tokens to show a draft that knows `most` positions, a quarter of which is kept for the tree."""
+def window_for(config: PretrainedConfig, ctx: int, asked: int | None, *, is_translated: bool) -> int | None:
+    """The most tokens of a text of `ctx` to show a draft, a quarter of whose positions is kept for the tree; None for
+    all. ValueError if more are asked for than it knows positions."""
+    most = positions(config)
     if asked and most and asked > most:
         raise ValueError(f"--draft-ctx {asked} is more than the {most} positions that the draft knows: use less")
     wanted = min(asked or ctx, ctx)

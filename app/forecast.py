@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from app.blueprint import Blueprint
-from app.machines import Machine, curves
+from app.draft import model_draft, plain_draft
+from app.machines import Machine
 from app.sizes import format_size
 from offload.hardware import Hardware
-from offload.plan import DoesNotFit, kv_cache_bytes, logits_bytes, place
+from offload.plan import DoesNotFit, place
 from offload.predict import BUDGETS, Choice, Draft, choose
 from offload.shape import Shape
 from offload.working import working_bytes
@@ -24,11 +25,11 @@ _SHARE_OF_RAM = 0.9  # of what is free: the rest is for the process itself and f
 
 @dataclass(frozen=True)
 class Question:
-    """A target, a draft (a kind or a model), the machine, and the limits to keep."""
+    """A target, a draft (a kind or the name of `draft_model`), the machine, and the limits to keep."""
 
     target: Blueprint
     draft: str
-    draft_model: Blueprint | None
+    draft_model: Draft | None
     machine: Machine
     ctx: int
     budget: int | None
@@ -135,33 +136,18 @@ def levers(question: Question, chosen: Choice | None) -> list[Lever]:
     return sorted(found.values(), key=lambda lever: -(lever.gain or 0))
 
 
-def named_draft(kind: str, shape: Shape | None, *, is_shared: bool = False) -> Draft:
-    """A draft of `kind`; one that is the target itself shares its embedding, norm and head."""
-    name = {"graft": "self"}.get(kind, kind if kind in ("self", "ngram", "suffix", "none") else "model")
-
-    def memory(rows: int, batch: int) -> Mapping[str, int]:
-        if shape is None:
-            return {}
-        return {
-            "draft": sum(layer.resident_bytes for layer in shape.layers)
-            + shape.decoded_bytes
-            + (0 if is_shared else sum(shape.rest_bytes.values())),
-            "draft's KV cache": kv_cache_bytes(shape.config, rows, shape.dtype),
-            "draft's logits": logits_bytes(shape.config, batch, torch.float32),
-        }
-
-    return Draft(kind, curves()[name], shape, memory)
-
-
 def _drafts(question: Question, target: Shape) -> list[Draft]:
     if question.draft_model is not None:
-        return [named_draft(question.draft, question.draft_model.shape(16, question.dtype))]
+        return [question.draft_model]
     if question.draft == _SOME_MODEL:
         full = question.target.plain(question.dtype)
-        return [named_draft(_SOME_MODEL, _smaller(full, times)) for times in (10, 40)]
+        return [model_draft(_SOME_MODEL, _smaller(full, times)) for times in (10, 40)]
     kinds = ("self", "ngram") if question.draft == "auto" else (question.draft,)
-    own = question.target.rounded(question.bits, question.dtype) if "self" in kinds else None
-    return [named_draft(kind, own if kind == "self" else None, is_shared=True) for kind in kinds]
+    return [_own_draft(kind, question) if kind in ("self", "graft") else plain_draft(kind) for kind in kinds]
+
+
+def _own_draft(kind: str, question: Question) -> Draft:
+    return model_draft(kind, question.target.rounded(question.bits, question.dtype), is_self=True)
 
 
 def _changes(question: Question, chosen: Choice | None) -> list[tuple[Mapping[str, str], str, Question]]:

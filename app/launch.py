@@ -8,36 +8,56 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from app.baselines import baseline
-from app.draft import DraftModel, attention_for, external_draft, make_drafter, self_draft
+from app.draft import (
+    DraftModel,
+    attention_for,
+    external_draft,
+    make_drafter,
+    model_draft,
+    plain_draft,
+    positions,
+    self_draft,
+)
 from app.environment import environment_engine_key
 from app.forecast import decide, device_limit, ram_room
 from app.learned import recall, remember
 from app.learned_draft import LearnedDraft, learned_draft
-from app.machines import Machine, curves, this_machine
+from app.machines import Machine, this_machine
 from app.models import locate
 from app.past import suffix_drafter
 from app.progress import Progress
 from app.remote import RemoteSession, connect
 from app.session import Session, stop_ids_of
-from app.settings import DRAFT_KINDS, Resolved, Settings, idle_settings, with_generation_config
+from app.settings import (
+    DRAFT_KINDS,
+    Resolved,
+    Settings,
+    guesses_repetitions,
+    idle_settings,
+    named_model,
+    with_generation_config,
+)
 from app.target import load_tokenizer, open_target
 from app.treecheck import honours_trees
 from offload.checkpoint import Checkpoint
-from offload.hardware import Hardware, Rates, measure_read_bps, probe
+from offload.hardware import Hardware, Rates, measure_disk, probe
+from offload.heap import steady_heap
 from offload.load import Loaded, Outline, load_model, outline
-from offload.plan import Plan
+from offload.plan import Plan, shared_layers
 from offload.predict import BUDGETS, Choice, Draft
 from offload.shape import Shape, shape_of
+from offload.store import Reading
 from specexec.acceptance import Acceptance
 from specexec.budget import Pace
 from specexec.drafters.chain import ChainDrafter
+from specexec.drafters.graft import GraftDrafter
 from specexec.lm import CachedLM
 from specexec.sampling import SamplingParams
 from specexec.verify import verify
 
 _DEFAULT_CTX = 4096
-_LINK_SAMPLE_BYTES = 256 << 20
-_PROBE_ROWS = 64
+LINK_SAMPLE_BYTES = 256 << 20
+PROBE_NODES = 64  # that rates are measured for where no budget is given
 
 
 @dataclass(frozen=True)
@@ -115,6 +135,7 @@ def open_session(
     if chosen.settings.engine:
         yield _remote(chosen, note)
         return
+    steady_heap()
     checkpoint = open_target(chosen.settings, offline=offline)
     chosen = with_generation_config(chosen, checkpoint.generation_config)
     for line in idle_settings(chosen):
@@ -122,13 +143,13 @@ def open_session(
     settings = chosen.settings
     target = _outlined(checkpoint, settings)
     draft = _external_draft(settings, target, offline=offline, note=note)
-    machine = _measured(target, settings)
+    machine, reading = _measured(target, settings)
     choice, draft = _chosen(settings, target, draft, machine)
     kind, budget, chosen_plan = choice.draft.kind, choice.budget, choice.plan
     if settings.draft == "auto" and kind == "ngram" and chosen_plan.streamed_bytes:
         note("draft: n-grams of the context, for a copy of the target is too large (--draft MODEL takes a small one)")
     with ExitStack() as opened:
-        loaded = opened.enter_context(_loaded(target, chosen_plan, machine.hardware))
+        loaded = opened.enter_context(_loaded(target, chosen_plan, machine.hardware, reading))
         model = draft if isinstance(draft, DraftModel) else None
         draft_loaded = opened.enter_context(model.load(loaded, machine.hardware)) if model else None
         rows = target.ctx + budget  # of the KV caches: the context and one tree
@@ -140,17 +161,18 @@ def open_session(
         lm = CachedLM(loaded.model, rows, vocab_size=vocab_size)
         acceptance = Acceptance()
         if draft is not None:
-            drafting = f"{model.checkpoint.path} {model.is_nf4}" if model else str(draft.directory)
+            num_shared = len(shared_layers(chosen_plan)) if model and model.is_self else 0
+            drafting = f"{model.checkpoint.path} {model.is_nf4} {num_shared}" if model else str(draft.directory)
             pair = f"{checkpoint.path} {drafting} {target.dtype}"
             acceptance = recall(pair)
             opened.callback(lambda: remember(pair, acceptance))
-        draft_lm = model.behind(draft_loaded, lm, budget, shares_rows=method is None) if model else None
-        repeats = kind in ("suffix", "graft")
-        keeps = settings.past == "on"
+        draft_lm = model.behind(draft_loaded, lm, budget, note=note, shares_rows=method is None) if model else None
+        keeps, repeats = settings.past == "on", guesses_repetitions(kind)
         suffix = opened.enter_context(suffix_drafter(target.tokenizer, keeps=keeps)) if repeats else None
         drafter, walk = make_drafter(kind, draft_lm, acceptance=acceptance, suffix=suffix), verify
         if isinstance(draft, LearnedDraft):
-            drafter = draft.drafter(lm, acceptance)
+            learned = draft.drafter(lm, acceptance)
+            drafter = learned if suffix is None else GraftDrafter(learned, suffix)
         if method is not None:
             drafter, walk = baseline(method, draft_lm, budget)
         if drafter is not None and method != "chain" and not honours_trees(lm):
@@ -196,9 +218,9 @@ def _external_draft(
 ) -> DraftModel | LearnedDraft | None:
     if settings.draft in DRAFT_KINDS:
         return None
-    directory = locate(settings.draft, offline=offline)
+    directory, own = (locate(name, offline=offline) for name in (named_model(settings.draft), settings.target))
     vocab_size = target.shape.text.vocab_size
-    if learned := learned_draft(directory, target.checkpoint.path, vocab_size=vocab_size, dtype=target.dtype):
+    if learned := learned_draft(directory, own, vocab_size=vocab_size, dtype=target.dtype):
         return learned
     return external_draft(
         directory,
@@ -211,10 +233,11 @@ def _external_draft(
     )
 
 
-def _measured(target: _Target, settings: Settings) -> Machine:
+def _measured(target: _Target, settings: Settings) -> tuple[Machine, Reading]:
     files = sorted({part.file for entry in target.checkpoint.tensors.values() for part in entry.parts})
-    disk_bps = measure_read_bps(files, _LINK_SAMPLE_BYTES)
-    return this_machine(target.device, target.shape, rows=(settings.budget or _PROBE_ROWS) + 1, disk_bps=disk_bps)
+    disk_bps, reading = measure_disk(files, LINK_SAMPLE_BYTES)
+    rows = (settings.budget or PROBE_NODES) + 1
+    return this_machine(target.device, target.shape, rows=rows, disk_bps=disk_bps), reading
 
 
 def _chosen(
@@ -242,15 +265,13 @@ def _chosen(
 
 def _draft(kind: str, model: DraftModel | LearnedDraft | None) -> Draft:
     if model is None:
-        return Draft(kind, curves()[kind], None, lambda rows, batch: {})
+        return plain_draft(kind)
     if isinstance(model, LearnedDraft):
-        return Draft(kind, curves()["learned"], None, model.memory)
-    return Draft(
-        kind, curves()["self" if model.is_self else "model"], shape_of(model.outline, model.dtype), model.memory
-    )
+        return model.planned(kind)
+    return model_draft(kind, model.shape, is_self=model.is_self, window=model.window)
 
 
-def _loaded(target: _Target, chosen_plan: Plan, hardware: Hardware) -> Loaded:
+def _loaded(target: _Target, chosen_plan: Plan, hardware: Hardware, reading: Reading) -> Loaded:
     with Progress("load") as progress:
         return load_model(
             target.checkpoint,
@@ -259,12 +280,13 @@ def _loaded(target: _Target, chosen_plan: Plan, hardware: Hardware) -> Loaded:
             dtype=target.dtype,
             attn_implementation=attention_for(target.checkpoint),
             progress=progress,
+            reading=reading,
         )
 
 
 def context_length(asked: int | None, config: PretrainedConfig) -> int:
     """`asked`, or what most conversations fit into; ValueError if the model knows fewer positions."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = positions(config)
     if asked and most and asked > most:
         raise ValueError(f"--ctx {asked} is more than the {most} positions that the model knows: use --ctx {most}")
     return asked or min(_DEFAULT_CTX, most or _DEFAULT_CTX)

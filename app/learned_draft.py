@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 
 from app.heads import head_kind, open_head, read_head
+from app.machines import curves
+from offload.hardware import probe
+from offload.predict import Draft
 from specexec.acceptance import Acceptance
 from specexec.drafters import Drafter
 from specexec.drafters.mtp_layout import mtp_names
@@ -39,18 +42,26 @@ class LearnedDraft:
             "draft's logits": max(_BATCH, batch // 8) * self.vocab_size * torch.float32.itemsize,
         }
 
+    def planned(self, kind: str) -> Draft:
+        """As plans count it, under the name `kind`."""
+        return Draft(kind, curves()["learned"], None, self.memory)
+
     def drafter(self, target: CachedLM, acceptance: Acceptance) -> Drafter:
-        """Reads the weights; ValueError says what does not fit `target`."""
-        return open_head(self.directory, target, acceptance=acceptance)
+        """Reads the weights; ValueError says what does not fit `target`.
+
+        They are bf16 where the device multiplies that faster, whatever the target's are: guesses need not be exact.
+        """
+        dtype = torch.bfloat16 if probe(target.device).has_bf16 else target.model.dtype
+        return open_head(self.directory, target, acceptance=acceptance, dtype=dtype)
 
     @property
     def _hidden(self) -> int:
         return max(shape[0] for name, shape in self.shapes.items() if name.endswith("norm.weight"))
 
 
-def learned_draft(directory: Path, target: Path, *, vocab_size: int, dtype: torch.dtype) -> LearnedDraft | None:
-    """What `directory` holds if it is a learned draft; of the `target`'s own, its MTP layers. None for anything else,
-    which is left to those who read whole models."""
+def learned_draft(directory: Path, target: Path | None, *, vocab_size: int, dtype: torch.dtype) -> LearnedDraft | None:
+    """What `directory` holds if it is a learned draft; of the `target`'s own files, if those are at hand, its MTP
+    layers. None for anything else, which is left to those who read whole models."""
     try:
         stored = read_head(directory)
         kind = head_kind(stored)
@@ -58,7 +69,7 @@ def learned_draft(directory: Path, target: Path, *, vocab_size: int, dtype: torc
         return None
     names = list(stored.shapes)
     if kind == "mtp" and "speculators_model_type" not in stored.config:
-        if directory.resolve() != target.resolve():
+        if target is None or directory.resolve() != target.resolve():
             return None
         names = mtp_names(names, stored.config.get("num_hidden_layers", 0))
     return LearnedDraft(directory, {name: stored.shapes[name] for name in names}, vocab_size, dtype)

@@ -4,21 +4,22 @@ import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from app.advice import Advice, advice_lines, advise, assumed_lengths, situation
 from app.blueprint import Blueprint, draw_up, glimpse
 from app.environment import is_offline
 from app.forecast import Lever, Question, forecast, levers
-from app.launch import compute_dtype, context_length, device_name
+from app.launch import LINK_SAMPLE_BYTES, PROBE_NODES, compute_dtype, context_length, device_name
 from app.machines import Machine, assumed_disk_bps, named_machine, this_machine
+from app.named_draft import named_draft
 from app.settings import DRAFT_KINDS, Resolved
 from app.sizes import format_size, parse_size
-from offload.hardware import measure_read_bps, probe
+from offload.hardware import measure_disk, probe
 from offload.plan import DoesNotFit, Plan
 from offload.predict import Choice, first_token_seconds, knee
 from offload.shape import Shape
 
-_SAMPLE_BYTES = 256 << 20
 _PROMPTS = (1024, 8192)
 
 
@@ -100,8 +101,6 @@ def _question(
     if settings.target is None:
         raise ValueError("name a model with --target or --preset")
     target = look(settings.target, offline=offline)
-    external = settings.draft not in DRAFT_KINDS
-    draft_model = look(settings.draft, offline=offline) if external else None
     bits = settings.bits or 16
     if elsewhere.gpu:
         machine = named_machine(elsewhere.gpu, elsewhere.ram_bytes, elsewhere.disk_bps)
@@ -109,13 +108,16 @@ def _question(
     else:
         device = device_name(settings.device)
         dtype = compute_dtype(settings.dtype, probe(device))
-        machine = _measured(target, device, target.shape(bits, dtype), settings.budget or 64, elsewhere.disk_bps)
+        nodes = settings.budget or PROBE_NODES
+        machine = _measured(target, device, target.shape(bits, dtype), nodes, elsewhere.disk_bps)
+    ctx = context_length(settings.ctx, target.config)
+    is_named = settings.draft not in DRAFT_KINDS
     return Question(
         target,
         settings.draft,
-        draft_model,
+        named_draft(settings, target, dtype, ctx=ctx, look=partial(look, offline=offline)) if is_named else None,
         machine,
-        ctx=context_length(settings.ctx, target.config),
+        ctx=ctx,
         budget=settings.budget,
         bits=bits,
         slots=settings.slots,
@@ -126,10 +128,10 @@ def _question(
     )
 
 
-def _measured(target: Blueprint, device: str, shape: Shape, rows: int, disk_bps: float | None) -> Machine:
+def _measured(target: Blueprint, device: str, shape: Shape, nodes: int, disk_bps: float | None) -> Machine:
     said = "given" if disk_bps else "measured" if target.files else "assumed, for want of files to read (--disk-rate)"
-    disk = disk_bps or (measure_read_bps(target.files, _SAMPLE_BYTES) if target.files else assumed_disk_bps())
-    machine = this_machine(device, shape, rows=rows, disk_bps=disk)
+    disk = disk_bps or (measure_disk(target.files, LINK_SAMPLE_BYTES)[0] if target.files else assumed_disk_bps())
+    machine = this_machine(device, shape, rows=nodes + 1, disk_bps=disk)
     return replace(machine, facts=(*machine.facts, f"disk {disk / 1e9:.2f} GB/s ({said})"))
 
 

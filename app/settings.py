@@ -10,6 +10,7 @@ from app.sizes import parse_size
 from app.spelling import nearest
 
 DRAFT_KINDS = ("auto", "self", "ngram", "suffix", "graft", "none")  # anything else names a model
+_GRAFTED = "graft:"  # before a model's name: repetitions guess, too
 
 _PASSED_ON = {  # to the server that an engine is
     *("engine", "target", "temp", "top_p", "top_k", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty"),
@@ -209,6 +210,16 @@ def idle_settings(resolved: Resolved) -> list[str]:
         return []
     asked = [key for key in _CUTS if resolved.origins.get(key, "generation_config") != "generation_config"]
     return [f"{key} ({resolved.origins[key]}) has no effect at temperature 0 (greedy)" for key in asked]
+
+
+def named_model(draft: str) -> str:
+    """The model that a draft which is none of DRAFT_KINDS names: MODEL, or graft:MODEL."""
+    return draft.removeprefix(_GRAFTED)
+
+
+def guesses_repetitions(draft: str) -> bool:
+    """Whether a draft looks for repetitions in the texts: alone, or with a model beside it."""
+    return draft in ("suffix", "graft") or draft.startswith(_GRAFTED)
 
 
 def flag_name(key: str) -> str:

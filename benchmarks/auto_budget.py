@@ -1,11 +1,12 @@
 """`--budget auto` against the best fixed budget, with a good, a mediocre and a useless draft.
 
-    python benchmarks/auto_budget.py [--target DIR] [--ram-limit SIZE] [--budgets 4,16,64,256] [--max-tokens 64]
+    python benchmarks/auto_budget.py [--cases resident,x16,x48] [--budgets 4,16,64,256,512] [--max-tokens 64]
 
-The target is the demo model, or a directory, streamed if it does not fit into the limit. The mediocre draft is the NF4
-self-draft with noise on its layers' weights, the useless one with layers of noise only. The last line printed is one
-JSON object: per draft tokens/s by budget, and least_auto_over_best and useless_over_none. For the second, the draft is
-the useless one with budget auto.
+The target is the demo model in memory, or widened 16 times (2.66 GB) and 48 times (7.8 GB) and streamed from disk in a
+memory cgroup of 1.5 and 2.2 GB. The good draft is the demo model's NF4 copy, the mediocre one the same with noise on
+its layers' weights, the useless one has layers of noise only. Budgets are tried upwards until one is a quarter slower
+than the best. The last line printed is one JSON object: per case and draft tokens/s by budget, and
+least_auto_over_best and useless_over_none. For the second, the draft is the useless one with budget auto.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from limits import DEMO, in_cgroup, make_cgroup, widened_demo
 
 from app.launch import Running, open_session
 from app.presets import chosen_settings
@@ -30,22 +32,25 @@ PROMPTS = (
     "A farmer has 17 sheep and buys 25 more. How many does she have? Explain.",
 )
 NOISE = {"good": 0.0, "mediocre": 0.3, "useless": 10.0}  # relative to each matrix's own spread
+FACTORS = {"resident": 1, "x16": 16, "x48": 48}
+LIMITS = {"resident": None, "x16": 1_500_000_000, "x48": 2_200_000_000}
+_HOPELESS = 0.75  # of the best rate: larger budgets are not tried any more
 
 
 @contextmanager
 def spoilt(model: torch.nn.Module, noise: float) -> Iterator[None]:
     """The draft with noise on its layers' matrices, for a while; embedding and head are the target's and stay."""
     generator = torch.Generator().manual_seed(0)
-    kept = {name: each.detach().clone() for name, each in model.get_decoder().layers.named_parameters()}
+    matrices = [each for each in model.get_decoder().layers.parameters() if noise and each.dim() > 1]
+    kept = [each.detach().clone() for each in matrices]
     with torch.no_grad():
-        for each in model.get_decoder().layers.parameters():
-            if noise and each.dim() > 1:
-                each.add_(torch.randn(each.shape, generator=generator).to(each) * each.std() * noise)
+        for each in matrices:
+            each.add_(torch.randn(each.shape, generator=generator).to(each) * each.std() * noise)
     try:
         yield
     finally:
-        for name, each in model.get_decoder().layers.named_parameters():
-            each.data.copy_(kept[name])
+        for each, values in zip(matrices, kept, strict=True):
+            each.data.copy_(values)
 
 
 def tokens_per_s(running: Running, draft: CachedLM | None, budget: int | None, max_tokens: int) -> float:
@@ -63,44 +68,61 @@ def tokens_per_s(running: Running, draft: CachedLM | None, budget: int | None, m
     return tokens / seconds
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target")
-    parser.add_argument("--ram-limit")
-    parser.add_argument("--budgets", default="4,16,64,256")
-    parser.add_argument("--drafts", default="good,mediocre,useless")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    arguments = parser.parse_args()
-    budgets = [int(each) for each in arguments.budgets.split(",")]
-    flags = {"draft": "self", "ctx": "512", "budget": str(max(budgets))}
-    flags |= {name: getattr(arguments, name) for name in ("target", "ram_limit") if getattr(arguments, name)}
-    chosen = chosen_settings(None if arguments.target else "demo", flags)
+def measure(case: str, drafts: list[str], budgets: list[int], max_tokens: int) -> dict[str, dict[str, float]]:
+    """By draft: tokens/s by budget, `auto` and `none`."""
+    demo, target = widened_demo(FACTORS[case]) if FACTORS[case] > 1 else (DEMO, DEMO)
+    flags = {"target": str(target), "draft": str(demo), "draft_bits": "4", "ctx": "512", "budget": str(max(budgets))}
+    if case == "resident":
+        flags["resident"] = "30"
     report: dict[str, dict[str, float]] = {}
+    chosen = chosen_settings(None, flags)
     with open_session(chosen, offline=False, note=lambda line: print(line, file=sys.stderr)) as running:
         own = running.session.drafter.lm
-        none = tokens_per_s(running, None, 1, arguments.max_tokens)
-        for name in arguments.drafts.split(","):
+        none = tokens_per_s(running, None, 1, max_tokens)
+        for name in drafts:
             with spoilt(own.model, NOISE[name]):
                 own.clear()
-                found = {
-                    str(budget or "auto"): tokens_per_s(running, own, budget, arguments.max_tokens)
-                    for budget in (*budgets, None)
-                }
+                found: dict[str, float] = {}
+                for budget in budgets:
+                    found[str(budget)] = tokens_per_s(running, own, budget, max_tokens)
+                    if found[str(budget)] < _HOPELESS * max(found.values()):
+                        break
+                found["auto"] = tokens_per_s(running, own, None, max_tokens)
             report[name] = found | {"none": none}
-            print(name, {budget: round(rate, 2) for budget, rate in report[name].items()}, flush=True)
-    ratios = [
-        found["auto"] / max(rate for budget, rate in found.items() if budget != "auto") for found in report.values()
-    ]
-    useless = report.get("useless", {}).get("auto")
-    print(
-        json.dumps(
-            {
-                "tokens_per_s": report,
-                "least_auto_over_best": min(ratios),
-                "useless_over_none": useless / none if useless else None,
-            }
-        )
-    )
+            print(case, name, {key: round(rate, 2) for key, rate in report[name].items()}, file=sys.stderr, flush=True)
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default="resident,x16,x48")
+    parser.add_argument("--drafts", default="good,mediocre,useless")
+    parser.add_argument("--budgets", default="4,16,64,256,512")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        budgets = [int(each) for each in options.budgets.split(",")]
+        print(json.dumps(measure(options.worker, options.drafts.split(","), budgets, options.max_tokens)))
+        return
+    same = ["--drafts", options.drafts, "--budgets", options.budgets, "--max-tokens", str(options.max_tokens)]
+    report: dict[str, dict[str, dict[str, float]]] = {}
+    for case in options.cases.split(","):
+        if FACTORS[case] > 1:
+            widened_demo(FACTORS[case])
+        folder = make_cgroup(LIMITS[case]) if LIMITS[case] else None
+        report[case] = in_cgroup(folder, __file__, ["--worker", case, *same])
+        if folder is not None:
+            folder.rmdir()
+    rows = [row for drafts in report.values() for row in drafts.values()]
+    over_best = [row["auto"] / max(rate for key, rate in row.items() if key != "auto") for row in rows]
+    useless = [drafts["useless"] for drafts in report.values() if "useless" in drafts]
+    summary = {
+        "tokens_per_s": report,
+        "least_auto_over_best": min(over_best),
+        "useless_over_none": min((row["auto"] / row["none"] for row in useless), default=None),
+    }
+    print(json.dumps(summary))
 
 
 if __name__ == "__main__":

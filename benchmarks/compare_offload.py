@@ -2,11 +2,11 @@
 
     python benchmarks/compare_offload.py
 
-Fetches the demo model, widens it 16 times (2.66 GB, the same function), and answers two chat prompts greedily inside a
-memory cgroup of 1.5 GB: with specexec (the demo model's NF4 copy as draft), with specexec without a draft,
-and with accelerate's disk offload. Without a draft the seconds per token do not depend on how many are asked for, so
-fewer are. The floor of a pass is the larger of what its bytes take at the raw O_DIRECT rate, measured in the same run,
-and what the same pass takes with every layer resident. The last line printed is one JSON object.
+Fetches the demo model, widens it 16 times (2.66 GB, the same function), and answers three kinds of chat prompts
+greedily inside a memory cgroup of 1.5 GB: with specexec (the demo model's NF4 copy as draft), with specexec without a
+draft, and with accelerate's disk offload. Without a draft the seconds per token do not depend on how many are asked
+for, so fewer are. The floor of a pass is the larger of what its bytes take at the raw O_DIRECT rate, measured in the
+same run, and what the same pass takes with every layer resident. The last line printed is one JSON object.
 """
 
 import argparse
@@ -19,7 +19,11 @@ from pathlib import Path
 
 from limits import in_cgroup, make_cgroup, raw_rate, widened_demo
 
-PROMPTS = ("Explain how a refrigerator works.", "Write a short story about a lighthouse keeper and a storm.")
+PROMPTS = (
+    "Explain how a refrigerator works.",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "Write a Python function that returns the longest word of a sentence.",
+)
 
 
 def run_specexec(target: Path, draft: str, budget: str, device_limit: str, max_tokens: int) -> dict:

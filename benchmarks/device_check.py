@@ -1,4 +1,4 @@
-"""What only a GPU can show: copy rates, the order of copies and compute, planned against actual under a VRAM cap.
+"""What only a GPU can show: copy rates, order of copies and compute, replayed steps, passes under a VRAM cap.
 
     python benchmarks/device_check.py                        # a CUDA GPU: under 8 minutes, 5 GB of disk, no download
     python benchmarks/device_check.py --tiny --device cpu    # every part in seconds, to see that they run
@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from app.quiet import quiet_libraries
 from offload.checkpoint import Checkpoint
@@ -35,6 +35,7 @@ from offload.load import Loaded, load_model, outline
 from offload.plan import DoesNotFit, plan
 from offload.predict import Curve, Draft, predict
 from offload.quantize import Nf4
+from offload.replay import Replays
 from offload.shape import Shape, anatomy, is_matrix, shape_of
 from offload.store import ArenaStore, WeightStore, anonymous, pin, unpin
 from offload.stream import CudaLink, HostLink
@@ -256,6 +257,32 @@ def _same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
     return all(map(torch.equal, found, expected))
 
 
+def draft_steps(config: PretrainedConfig, device: torch.device) -> dict:
+    """Seconds of draft steps of 32 rows, plain and in frames, and whether both give the same logits.
+
+    On a GPU the frames are replayed as CUDA graphs, and the notes say why if they are not; elsewhere they are run.
+    """
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).requires_grad_(False).eval()
+    plain, framed = CachedLM(model, CTX + 64), CachedLM(model, CTX + 64)
+    notes: list[str] = []
+    framed.record_steps(Replays(device, notes.append) if device.type == "cuda" else lambda shape, run: run())
+    tree, context = _tree(32, plain.vocab_size), np.arange(CTX) % plain.vocab_size
+    seconds: dict[str, list[float]] = {"plain_s": [], "framed_s": []}
+    logits: dict[str, torch.Tensor] = {}
+    for _ in range(20):
+        for name, lm in (("plain_s", plain), ("framed_s", framed)):
+            lm.prefill(context)
+            _wait_for(device)
+            start = time.perf_counter()
+            logits[name] = lm.extend(tree.tokens, tree.parents)
+            _wait_for(device)
+            seconds[name].append(time.perf_counter() - start)
+    medians = {name: statistics.median(each[2:]) for name, each in seconds.items()}
+    error = (logits["framed_s"] - logits["plain_s"]).float().norm() / logits["plain_s"].float().norm()
+    return {**medians, "ratio": medians["framed_s"] / medians["plain_s"], "error": float(error), "notes": notes}
+
+
 def pass_times(
     checkpoint: Checkpoint,
     device: torch.device,
@@ -381,6 +408,7 @@ def check(device: torch.device, *, is_tiny: bool) -> dict[str, object]:
         small = tiny if is_tiny else AutoConfig.for_model("llama", **_LARGER)
         found["equal_logits"] = equal_logits(Path(folder), small, device)
         found["ordering"] = ordering(Path(folder), tiny, device)
+        found["draft_steps"] = draft_steps(small, device)
         print(json.dumps(found), flush=True)
         targets = {"70B NF4": ("llama", _LLAMA_70B, 4), "32B 16 bits": ("qwen3", _QWEN3_32B, 16)}
         for name, (family, fields, bits) in targets.items():

@@ -15,10 +15,10 @@ from offload.checkpoint import Checkpoint
 from offload.layout import Binding, Unit, assign_slots, bind, make_unit, put, raw_parts, typed
 from offload.names import Recipe, match
 from offload.overflow import refuse_overflow
-from offload.plan import Plan
+from offload.plan import Plan, shared_layers
 from offload.prefill import chunk_mlps
 from offload.product import put_weights_first
-from offload.store import ArenaStore, FileStore, WeightStore, anonymous
+from offload.store import ONE_AT_A_TIME, ArenaStore, FileStore, Reading, WeightStore, anonymous
 from offload.stream import CudaLink, HostLink, LayerStreamer
 
 Transform = Callable[[str, torch.Tensor], torch.Tensor]
@@ -99,29 +99,39 @@ def load_model(
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
     transform: Transform | None = None,
-    share: PreTrainedModel | None = None,
+    share: Loaded | None = None,
     progress: Progress | None = None,
+    reading: Reading = ONE_AT_A_TIME,
 ) -> Loaded:
     """Loads unit by unit, never holding more than `plan` says.
 
     `transform(name, tensor)` gives what a stored tensor of a resident layer is replaced by. `share` is a model loaded
-    from the same checkpoint whose embedding, norm and head are used instead of being read again. `progress` is told
-    bytes done and bytes in all. Raises ValueError for a checkpoint that is not the model, OSError naming the file.
+    from the same checkpoint whose embedding, norm, head and `shared_layers` are used instead of being read again.
+    `progress` is told bytes done and bytes in all. `reading` is how the disk is read. Raises ValueError for a
+    checkpoint that is not the model, OSError naming the file.
     """
     device = torch.device(device)
     parts = outline(checkpoint, dtype=dtype, attn_implementation=attn_implementation)
     model = parts.model
-    resident = [parts.layers[i] for i in plan.resident]
+    stem, layers = decoder_layers(model)
+    shared = frozenset(shared_layers(share.plan) if share else ()).intersection(plan.resident)
+    own = [i for i in range(len(layers)) if i not in shared]
+    resident = [parts.layers[i] for i in plan.resident if i not in shared]
     streamed = [parts.layers[i] for i in plan.streamed]
-    store = FileStore(part.file for entry in checkpoint.tensors.values() for part in entry.parts)
+    files = {part.file for entry in checkpoint.tensors.values() for part in entry.parts}
+    store = FileStore(files, reading)
     try:
         if share is None:
             resident = [*parts.rest, *resident]
         else:
-            _take_over(model, parts.rest, share)
+            _take_over(model, parts.rest, share.model)
+            _, theirs = decoder_layers(share.model)
+            for i in shared:
+                layers[i] = theirs[i]
         in_ram = [unit for unit, tier in zip(streamed, plan.tiers, strict=True) if tier == "ram"]
         report = _counting(progress, sum(unit.slot_bytes for unit in (*resident, *in_ram)))
-        scratch = _room(parts.unpacked_bytes, device)
+        kept = [unit for unit in parts.layers if transform is None or not unit.is_encoded]  # others become numbers
+        scratch = _room(max((unit.unpacked_bytes for unit in kept), default=0), device)
         _load_resident(model, resident, store, device, transform, scratch, report)
         filled = {name for unit in (*parts.rest, *parts.layers) for recipe in unit.recipes for name in recipe.targets}
         model.tie_weights(missing_keys=set(model.state_dict()) - filled, recompute_mapping=False)
@@ -132,8 +142,7 @@ def load_model(
         raise
     if streamer is None:
         store.close()
-    stem, layers = decoder_layers(model)
-    chunk_mlps(layers)
+    chunk_mlps(layers[i] for i in own)
     put_weights_first(model)
     if (dtype or checkpoint.dtype) == torch.float16:
         refuse_overflow(model, layers, stem, device)

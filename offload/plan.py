@@ -1,7 +1,7 @@
 """Which layers stay, which stream, and from where, under limits of memory: pure functions of sizes, without I/O."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -128,6 +128,20 @@ def fit(
         best.streamed_bytes,
         sum(nbytes for nbytes, tier in zip(best.pass_bytes, tiers, strict=True) if tier == "ram"),
     )
+
+
+def shared_layers(placed: Placement | Plan) -> tuple[int, ...]:
+    """Layers of a placed model that a copy of it uses as well: the resident ones, so that only streamed layers are held
+    twice (as in SubSpec). Where nothing is streamed there are none: the copy would be the model itself.
+    """
+    return placed.resident if placed.streamed else ()
+
+
+def beside_copy(placement: Placement, layer_bytes: Sequence[int]) -> Placement:
+    """`placement` with the layers of a copy that drafts, of `layer_bytes` each; it shares what it can."""
+    shared = frozenset(shared_layers(placement))
+    copied = sum(nbytes for i, nbytes in enumerate(layer_bytes) if i not in shared)
+    return replace(placement, items=(*placement.items, ("draft", copied)))
 
 
 def kv_cache_bytes(config: PretrainedConfig, rows: int, dtype: torch.dtype) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.hardware import Rates
-from offload.plan import DoesNotFit, Placement, Plan, fit
+from offload.plan import DoesNotFit, Placement, Plan, beside_copy, fit
 from offload.shape import Shape
 
 BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
@@ -33,12 +33,16 @@ class Curve:
 
 @dataclass(frozen=True)
 class Draft:
-    """A way to draft: its name, its model if it has one, and the bytes that it adds for `rows` and `batch` nodes."""
+    """A way to draft: its name, its model if it has one, and the bytes that it adds for `rows` and `batch` nodes.
+
+    layer_bytes: of each layer of a copy of the target, which holds only those that it cannot share; else none.
+    """
 
     kind: str
     curve: Curve
     shape: Shape | None
     memory: Callable[[int, int], Mapping[str, int]]
+    layer_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,9 +90,10 @@ def choose(
     choices: list[Choice] = []
     refusal: DoesNotFit | None = None
     for draft in drafts:
+        placed = [beside_copy(each, draft.layer_bytes) for each in placements] if draft.layer_bytes else placements
         for budget in budgets if draft.curve.tokens_per_pass(max(budgets))[1] > 1 else budgets[:1]:
             try:
-                chosen = fit(placements, fixed=fixed(draft, budget), limit_bytes=limit_bytes, ram_bytes=ram_bytes)
+                chosen = fit(placed, fixed=fixed(draft, budget), limit_bytes=limit_bytes, ram_bytes=ram_bytes)
             except DoesNotFit as error:
                 refusal = refusal or error
                 continue

@@ -4,12 +4,14 @@ Attention needs no chunks: its fused kernels hold no matrix of scores. An MLP's 
 prompt would otherwise take: 8,192 rows of a 70B model are 1.4 GB in 16 bits, several times over.
 """
 
+from collections.abc import Iterable
+
 import torch
 
 PREFILL_ROWS = 256
 
 
-def chunk_mlps(layers: torch.nn.ModuleList) -> None:
+def chunk_mlps(layers: Iterable[torch.nn.Module]) -> None:
     """Makes every MLP (dense or of experts) of `layers` work on at most PREFILL_ROWS rows at a time."""
     for layer in layers:
         if isinstance(mlp := getattr(layer, "mlp", None), torch.nn.Module):

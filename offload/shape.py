@@ -100,6 +100,13 @@ def shape_of(outline: Outline, dtype: torch.dtype) -> Shape:
     return replace(shape, packed=max(packed, key=lambda entry: entry.num_values, default=None))
 
 
+def rounded_shape_of(outline: Outline, dtype: torch.dtype) -> Shape:
+    """The shape of a copy with other values than those stored: numbers stay as they are, codes are decoded for good."""
+    layers = [SketchedLayer(u.slot_bytes, u.rounded_bytes, u.workspace_bytes, u.signature) for u in outline.layers]
+    decoded_bytes = max((unit.unpacked_bytes for unit in outline.layers if not unit.is_encoded), default=0)
+    return replace(shape_of(outline, dtype), layers=tuple(layers), decoded_bytes=decoded_bytes)
+
+
 def sketch(
     parts: Anatomy, *, bits: int = 16, dtype: torch.dtype = torch.bfloat16, stored: torch.dtype | None = None
 ) -> Shape:

@@ -9,7 +9,8 @@ from offload.prefill import PREFILL_ROWS
 from offload.shape import Shape
 
 # Kernels' code, thread stacks and allocator slack that appear with the first pass, beside the matrix that oneDNN
-# reorders: measured on models of 0.1 to 1.3 billion weights.
+# reorders: measured on models of 0.1 to 1.3 billion weights, with the context full. A target alone takes some 20 MB of
+# it, one that drafts with its own copy 60.
 _CPU_SCRATCH_BYTES = 96 << 20
 _GPU_SCRATCH_BYTES = 256 << 20  # cuBLAS workspace, fragments of torch's allocator
 
@@ -30,6 +31,21 @@ def working_bytes(target: Shape, device: torch.device, *, ctx: int, budget: int)
         "activations": _activations_bytes(target, rows) + scores,
         "decoded matrix": target.decoded_bytes,
         "libraries' scratch": _CPU_SCRATCH_BYTES if device.type == "cpu" else _GPU_SCRATCH_BYTES,
+    }
+
+
+def draft_bytes(draft: Shape, *, rows: int, batch: int, is_copy: bool) -> Mapping[str, int]:
+    """What a draft model takes, all of it resident, with `rows` of KV cache and `batch` nodes scored at once.
+
+    is_copy: whether it is one of the target, whose embedding, norm and head it shares; its layers are counted with
+    those of the target, some of which it shares too (`beside_copy`).
+    """
+    weights = sum(layer.resident_bytes for layer in draft.layers) + sum(draft.rest_bytes.values())
+    return {
+        **({} if is_copy else {"draft": weights}),
+        "draft's decoded matrix": draft.decoded_bytes,
+        "draft's KV cache": kv_cache_bytes(draft.config, rows, draft.dtype),
+        "draft's logits": logits_bytes(draft.config, batch, torch.float32),
     }
 
 

@@ -11,11 +11,13 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, create_masks_for_generate
 
 from specexec.features import FeatureTap
+from specexec.frames import Frame, Recorder, frame_shape, make_frame
 from specexec.tree import TokenTree, ancestors, depths, is_chain
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -32,8 +34,10 @@ class RowLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         rows = self._cache.max_rows
-        self.keys = key_states.new_empty(*key_states.shape[:2], rows, key_states.shape[-1])
-        self.values = value_states.new_empty(*value_states.shape[:2], rows, value_states.shape[-1])
+        # Rows that are hidden still take part in products, so that they must hold numbers where passes reach over them.
+        make = torch.Tensor.new_zeros if self._cache.is_framed else torch.Tensor.new_empty
+        self.keys = make(key_states, (*key_states.shape[:2], rows, key_states.shape[-1]))
+        self.values = make(value_states, (*value_states.shape[:2], rows, value_states.shape[-1]))
         self.is_initialized = True
 
     def update(
@@ -41,6 +45,10 @@ class RowLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if (frame := self._cache.frame) is not None:
+            self.keys.index_copy_(2, frame.slots, key_states)
+            self.values.index_copy_(2, frame.slots, value_states)
+            return self.keys[:, :, : frame.num_rows], self.values[:, :, : frame.num_rows]
         start = self._cache.num_rows
         end = start + key_states.shape[-2]
         self.keys[:, :, start:end] = key_states
@@ -76,11 +84,17 @@ class RowLayer(CacheLayerMixin):
 
 class RowCache(Cache):
     """Keys and values of all layers. A pass writes behind `num_rows` and leaves the number alone: until the caller
-    advances it, nothing has happened, so an interrupted pass needs no clean-up."""
+    advances it, nothing has happened, so an interrupted pass needs no clean-up.
 
-    def __init__(self, num_layers: int, max_rows: int) -> None:
+    is_framed: whether passes may come in frames. frame: where the pass under way writes and how far it sees, if it is
+        one of those; else it writes behind the `num_rows` and sees up to there.
+    """
+
+    def __init__(self, num_layers: int, max_rows: int, *, is_framed: bool = False) -> None:
         self.num_rows = 0
         self.max_rows = max_rows
+        self.is_framed = is_framed
+        self.frame: Frame | None = None
         super().__init__(layers=[RowLayer(self) for _ in range(num_layers)])
 
 
@@ -114,8 +128,16 @@ class CachedLM:
         self._patterns = _attention_patterns(model)
         self._cache = RowCache(config.num_hidden_layers, max_rows)
         self._taps: list[FeatureTap] = []
+        self._record: Recorder | None = None
+        self._frames: dict[tuple[int, int], Frame] = {}
         self.num_computed = 0
         self.clear()
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The model's decoder layers, in order of use."""
+        parts, count = self.model.get_decoder().children(), len(self._cache.layers)
+        return next(part for part in parts if isinstance(part, nn.ModuleList) and len(part) == count)
 
     @property
     def num_committed(self) -> int:
@@ -144,6 +166,14 @@ class CachedLM:
         self._taps.append(tap)
         self.clear()
         return tap
+
+    def record_steps(self, record: Recorder) -> None:
+        """Have `record` run every `extend` from now on, as a pass of one of a few fixed shapes, as long as it can; rows
+        that passes have computed so far are forgotten.
+        """
+        self._record = record
+        self._cache = RowCache(len(self._cache.layers), self.max_rows, is_framed=True)
+        self.clear()
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -215,23 +245,58 @@ class CachedLM:
         positions = np.concatenate([np.arange(len(context)), len(context) - 1 + deep])
         # The rows to compute: the context's tail and the new nodes; those between them are pending already.
         queries = np.r_[len(self._context) : len(context), len(context) + len(self._parents) : len(positions)]
-        with ExitStack() as listening:
-            for tap in self._taps:
-                listening.enter_context(tap.listening(self._cache.num_rows))
-            output = self.model(
-                input_ids=torch.from_numpy(np.concatenate([tail, tokens]))[None].to(self.device),
-                position_ids=torch.from_numpy(positions[queries])[None].to(self.device),
-                # Text without branches needs no mask of ours: the library's own is causal.
-                attention_mask=None if is_chain(parents) else self._masks(queries, positions, seen),
-                cache=self._cache,
-                use_cache=True,
-                logits_to_keep=min(len(tail), 1) + len(tokens),
-            )
+        logits = None if len(tail) else self._recorded(tokens, queries, positions, seen)
+        if logits is None:
+            with ExitStack() as listening:
+                for tap in self._taps:
+                    listening.enter_context(tap.listening(self._cache.num_rows))
+                logits = self.model(
+                    input_ids=torch.from_numpy(np.concatenate([tail, tokens]))[None].to(self.device),
+                    position_ids=torch.from_numpy(positions[queries])[None].to(self.device),
+                    # Text without branches needs no mask of ours: the library's own is causal.
+                    attention_mask=None if is_chain(parents) else self._masks(queries, positions, seen),
+                    cache=self._cache,
+                    use_cache=True,
+                    logits_to_keep=min(len(tail), 1) + len(tokens),
+                ).logits[0]
         self.num_computed += len(tail)
         self._context, self._tokens = context, np.concatenate([self._tokens, tokens])
         self._parents, self._depths, self._seen = parents, deep, seen
         self._cache.num_rows = len(positions)
-        return output.logits[0, :, : self.vocab_size]
+        return logits[:, : self.vocab_size]
+
+    def _recorded(
+        self, tokens: np.ndarray, queries: np.ndarray, positions: np.ndarray, seen: np.ndarray
+    ) -> torch.Tensor | None:
+        """Logits of a pass over nodes in a frame, or None where there is no recorder, or no frame that fits."""
+        shape = frame_shape(len(tokens), self._cache.num_rows, self.max_rows)
+        if self._record is None or shape is None or self._taps:
+            return None
+        masks = self._masks(queries, positions, seen)
+        if shape not in self._frames:
+            self._frames[shape] = make_frame(shape, masks)
+        frame = self._frames[shape]
+        frame.fill(tokens, positions[queries], self._cache.num_rows, masks)
+
+        def run() -> torch.Tensor:
+            self._cache.frame = frame
+            try:
+                return self.model(
+                    input_ids=frame.ids,
+                    position_ids=frame.positions,
+                    attention_mask=frame.masks,
+                    cache=self._cache,
+                    use_cache=True,
+                ).logits[0]
+            finally:
+                self._cache.frame = None
+
+        logits = self._record(shape, run)
+        if logits is None:
+            self._record = None
+            self._frames.clear()
+            return None
+        return logits[: len(tokens)].clone()  # the next pass of this shape overwrites them
 
     def _masks(
         self, queries: np.ndarray, positions: np.ndarray, seen: np.ndarray

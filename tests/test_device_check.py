@@ -44,6 +44,12 @@ def test_copies_and_compute_keep_their_order_and_faults_are_noticed(found):
     assert all(found["ordering"].values()), found["ordering"]
 
 
+def test_draft_steps_are_timed_plain_and_in_frames(found):
+    steps = found["draft_steps"]
+    assert steps["error"] < 1e-5 and steps["notes"] == []
+    assert steps["ratio"] == pytest.approx(steps["framed_s"] / steps["plain_s"])
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_planned_against_actual_under_two_caps(device_check, found, target):
     cases = list(found[target].values())
@@ -81,6 +87,7 @@ def test_everything_on_the_gpu(device_check):
     found = device_check.check(torch.device("cuda", 0), is_tiny=False)
     assert all(found["equal_logits"].values())
     assert all(found["ordering"].values())
+    assert found["draft_steps"]["notes"] == [] and found["draft_steps"]["error"] < 0.05
     total = torch.cuda.get_device_properties(0).total_memory
     for case in (case for target in TARGETS for case in found[target].values()):
         if case["cap_bytes"] <= total:

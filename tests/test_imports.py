@@ -24,6 +24,7 @@ ORDER = {
         *(
             "tree",
             "features",
+            "frames",
             "lm",
             "acceptance",
             "budget",
@@ -38,7 +39,7 @@ ORDER = {
     "offload": [
         *("entries", "quantize", "ggml", "gguf", "prequantized", "manifest", "checkpoint", "names", "layout", "store"),
         *("product", "stream", "hardware", "plan", "prefill", "overflow", "load", "shape", "working", "predict"),
-        "pack",
+        *("replay", "pack"),
     ],
 }
 
@@ -89,7 +90,7 @@ def test_rooms_know_only_whom_they_may(path):
 @pytest.mark.parametrize("path", FILES, ids=within)
 def test_things_stay_where_they_belong(path):
     file, names = within(path), used(path)
-    if file not in ("offload/hardware.py", "offload/store.py", "offload/stream.py"):
+    if file not in ("offload/hardware.py", "offload/replay.py", "offload/store.py", "offload/stream.py"):
         assert not starts_with(names, "torch.cuda")
     if not file.startswith("app/"):
         assert not names & {"print", "typer", "argparse", "rich"}

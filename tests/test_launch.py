@@ -125,3 +125,23 @@ def test_a_draft_that_does_not_pay_is_switched_off_and_said_once(
     assert paused > 0
     assert err.count("switched off") == 1
     assert f"draft paused for {paused} of " in err
+
+
+def test_a_draft_that_is_a_copy_of_the_target_reads_its_rows(chat_model: Path, tmp_path: Path) -> None:
+    plain, _, _ = answer(chat_model, [], draft="none", prompt="the cat " * 10)
+    text, last, running = answer(chat_model, [], draft=str(chat_model), budget="16", prompt="the cat " * 10)
+    assert text == plain and last.stats.tokens_per_pass > 2
+    with pytest.raises(ValueError, match="rows read from another model"):
+        running.session.drafter.lm.tap([0])
+
+
+@pytest.mark.parametrize("resident", ["0", "1", "3", "4"])
+def test_a_self_draft_is_the_target_where_that_stays(chat_model: Path, resident: str) -> None:
+    plain, _, _ = answer(chat_model, [], draft="none")
+    text, last, running = answer(chat_model, [], draft="self", resident=resident, budget="16")
+    assert text == plain and last.stats.tokens_per_pass > 2
+    layers = [lm.model.model.layers for lm in (running.session.target, running.session.drafter.lm)]
+    shared = tuple(i for i, (theirs, mine) in enumerate(zip(*layers, strict=True)) if mine is theirs)
+    assert shared == (running.plan.resident if resident != "4" else ())
+    own = [sum(each.nbytes for each in layer.parameters()) for layer in layers[1]]
+    assert dict(running.plan.items)["draft"] >= sum(nbytes for i, nbytes in enumerate(own) if i not in shared)

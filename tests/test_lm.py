@@ -6,6 +6,10 @@ import torch
 from oracles import random_tree
 from tiny import FAMILIES, VOCAB, WINDOW, tiny_model
 
+from offload.replay import Replays
+from specexec.budget import Budget
+from specexec.drafters.model import ModelDrafter
+from specexec.frames import frame_shape
 from specexec.lm import CachedLM, as_ids, score_tree
 from specexec.selfcheck import TOLERANCE, tree_attention_error
 from specexec.tree import ROOT, TokenTree, empty_tree
@@ -127,3 +131,101 @@ def test_a_copy_reads_the_original_s_rows() -> None:
     expected = reader.prefill(changed[:16])
     fresh = CachedLM(copy, 60, rows_of=target)
     torch.testing.assert_close(fresh.prefill(changed[:16]), expected)
+
+
+class Recorded:
+    """A recorder that runs every pass anew, so that frames are tried where nothing can be recorded."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+
+    def __call__(self, shape: tuple[int, int], run):
+        self.shapes.append(shape)
+        logits = run()
+        assert logits.shape == (shape[0], logits.shape[1])
+        return logits
+
+
+def assert_as_close_as_sums_are(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """In fp32, whatever the order of the sums."""
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_fixed_shape_give_the_same_logits_and_rows(family: str) -> None:
+    model = tiny_model(family)
+    plain, framed, recorded = CachedLM(model, 700), CachedLM(model, 700), Recorded()
+    framed.record_steps(recorded)
+    context = as_ids(np.random.default_rng(1).integers(3, VOCAB, 470))
+    for step in range(3):
+        tree = random_tree(45, VOCAB, seed=step)
+        assert_as_close_as_sums_are(framed.prefill(context), plain.prefill(context))
+        for part in (slice(0, 1), slice(1, 8), slice(8, 20), slice(20, 45)):
+            found, expected = (lm.extend(tree.tokens[part], tree.parents[part]) for lm in (framed, plain))
+            assert_as_close_as_sums_are(found, expected)
+            count = plain._cache.num_rows
+            assert framed._cache.num_rows == count
+            for mine, theirs in zip(framed._cache.layers, plain._cache.layers, strict=True):
+                assert_as_close_as_sums_are(mine.keys[:, :, :count], theirs.keys[:, :, :count])
+                assert_as_close_as_sums_are(mine.values[:, :, :count], theirs.values[:, :, :count])
+        context = np.concatenate([context, tree.tokens[:1], [17]])  # the first node hangs from the root
+    assert set(recorded.shapes) == {(8, 512), (32, 512), (32, 700)}
+
+
+def test_a_copy_that_reads_the_original_s_rows_grows_the_same_trees_in_frames() -> None:
+    target, copy, recorded = CachedLM(tiny_model("qwen3"), 120), tiny_model("qwen3", seed=3), Recorded()
+    plain, framed = (CachedLM(copy, 120, rows_of=target) for _ in range(2))
+    framed.record_steps(recorded)
+    drafters = [ModelDrafter(lm) for lm in (plain, framed)]
+    context = as_ids(range(10, 40))
+    for _ in range(3):
+        expected, found = (drafter.propose(context, Budget(24, 8)) for drafter in drafters)
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.parents, expected.parents)
+        score_tree(target, context, expected)
+        context = np.concatenate([context, expected.tokens[:1], [17]])
+    assert recorded.shapes
+
+
+def test_a_step_that_cannot_be_recorded_is_run_plainly_and_not_tried_again() -> None:
+    model = tiny_model("gemma3_text")
+    plain, framed = CachedLM(model, 100), CachedLM(model, 100)
+    tries: list[tuple[int, int]] = []
+    framed.record_steps(lambda shape, run: tries.append(shape))
+    tree, context = random_tree(12, VOCAB), as_ids(range(5, 25))
+    for lm in (plain, framed):
+        lm.prefill(context)
+    for part in (slice(0, 5), slice(5, 12)):
+        found, expected = (lm.extend(tree.tokens[part], tree.parents[part]) for lm in (framed, plain))
+        assert torch.equal(found, expected)
+    assert tries == [(8, 100)]
+
+
+def test_a_frame_that_the_cache_has_no_room_for_is_left_out() -> None:
+    model, recorded = tiny_model("llama"), Recorded()
+    lm = CachedLM(model, 30)
+    lm.record_steps(recorded)
+    lm.prefill(as_ids(range(5, 25)))
+    lm.extend(as_ids([7, 8]), as_ids([-1, 0]))
+    lm.extend(as_ids([9]), as_ids([1]))
+    lm.extend(as_ids([9]), as_ids([1]))
+    assert recorded.shapes == [(8, 30)] * 2
+    assert frame_shape(1, 22, 30) == (8, 30) and frame_shape(1, 23, 30) is None and frame_shape(129, 0, 4096) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: graphs are recorded nowhere else")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_replayed_steps_on_the_gpu(family: str) -> None:
+    model, notes = tiny_model(family).cuda(), []
+    plain, replayed = CachedLM(model, 700), CachedLM(model, 700)
+    replayed.record_steps(Replays(torch.device("cuda", 0), notes.append))
+    context = as_ids(np.random.default_rng(1).integers(3, VOCAB, 470))
+    for step in range(3):
+        tree = random_tree(45, VOCAB, seed=step)
+        for lm in (plain, replayed):
+            lm.prefill(context)
+        for part in (slice(0, 1), slice(1, 8), slice(8, 20), slice(20, 45)):
+            found, expected = (lm.extend(tree.tokens[part], tree.parents[part]) for lm in (replayed, plain))
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert notes == []

@@ -218,9 +218,7 @@ def test_self_draft_shares_the_rest_and_quantizes_the_layers(saved):
     checkpoint, _ = saved
     seen = []
     with loaded(checkpoint) as target:
-        draft = loaded(
-            checkpoint, resident=4, share=target.model, transform=nf4_matrices, progress=lambda *x: seen.append(x)
-        )
+        draft = loaded(checkpoint, resident=4, share=target, transform=nf4_matrices, progress=lambda *x: seen.append(x))
         assert draft.model.model.embed_tokens.weight.data_ptr() == target.model.model.embed_tokens.weight.data_ptr()
         assert draft.model.lm_head.weight.data_ptr() == target.model.lm_head.weight.data_ptr()
     plain = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
@@ -230,6 +228,45 @@ def test_self_draft_shares_the_rest_and_quantizes_the_layers(saved):
     assert torch.equal(logits(draft.model), logits(plain))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
     assert seen[-1][0] == seen[-1][1]
+
+
+@pytest.mark.parametrize("resident", [1, 2, 3])
+def test_self_draft_shares_resident_layers_and_quantizes_streamed_ones(saved, resident):
+    checkpoint, expected = saved
+    with loaded(checkpoint, resident=resident) as target:
+        draft = loaded(checkpoint, resident=4, share=target, transform=nf4_matrices)
+        layers = list(zip(target.model.model.layers, draft.model.model.layers, strict=True))
+        assert [i for i, (theirs, mine) in enumerate(layers) if mine is theirs] == list(target.plan.resident)
+        plain = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
+        with torch.no_grad():
+            for i in target.plan.streamed:
+                for name, parameter in plain.model.layers[i].named_parameters():
+                    parameter.copy_(nf4_matrices(name, parameter))
+        for _ in range(2):
+            assert torch.equal(logits(draft.model), logits(plain))
+            assert torch.equal(logits(target.model), expected)
+
+
+def test_shared_layers_may_be_held_in_fewer_bytes(tmp_path):
+    checkpoint = open_checkpoint(tiny.save(tiny.tiny_model("llama").bfloat16(), tmp_path))
+    seen = []
+    with loaded(checkpoint, resident=2, dtype=torch.float32) as target:
+        draft = loaded(
+            checkpoint,
+            resident=4,
+            dtype=torch.float32,
+            share=target,
+            transform=nf4_matrices,
+            progress=lambda *now: seen.append(now),
+        )
+        assert target.outline.layers[0].packed
+        assert seen[-1] == (sum(target.outline.layers[i].slot_bytes for i in target.plan.streamed),) * 2
+        plain = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for i in target.plan.streamed:
+                for name, parameter in plain.model.layers[i].named_parameters():
+                    parameter.copy_(nf4_matrices(name, parameter))
+        assert torch.equal(logits(draft.model), logits(plain.float()))
 
 
 @pytest.mark.parametrize("tier", ["disk", "ram"])
@@ -255,7 +292,7 @@ def test_layers_from_ram_and_from_disk_in_one_pass(saved):
 
 def test_sharing_needs_one_dtype(llama):
     with loaded(llama) as target, pytest.raises(ValueError, match=r"cannot share .* one dtype"):
-        loaded(llama, resident=4, dtype=torch.bfloat16, share=target.model)
+        loaded(llama, resident=4, dtype=torch.bfloat16, share=target)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (3, 5), (2, 32, 48), (7, 130), (4, 96), (1100, 1024)])

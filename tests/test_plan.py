@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.layout import Extent, Unit
-from offload.plan import DoesNotFit, kv_cache_bytes, logits_bytes, plan
+from offload.plan import DoesNotFit, beside_copy, fit, kv_cache_bytes, logits_bytes, place, plan
 
 MB = 1 << 20
 
@@ -104,6 +104,25 @@ def test_more_memory_never_streams_more(shapes, num_slots, megabytes, more):
         return chosen.streamed_bytes
 
     assert streamed(megabytes + more) <= streamed(megabytes)
+
+
+@pytest.mark.parametrize("copied", [4 * MB, 10 * MB, 40 * MB])
+def test_a_copy_that_drafts_holds_the_streamed_layers_only(copied):
+    placements = [beside_copy(each, [copied] * 12) for each in place(ALIKE)]
+    assert [dict(each.items)["draft"] // copied for each in placements] == [*range(12, 0, -1), 12]
+    before = 13
+    for limit in range(20, 700, 5):
+        try:
+            chosen = fit(placements, fixed={"head": 5 * MB}, limit_bytes=limit * MB)
+        except DoesNotFit:
+            assert before == 13
+            continue
+        items = dict(chosen.items)
+        assert sum(items.values()) <= limit * MB
+        assert items["draft"] == copied * (len(chosen.streamed) or 12)
+        assert len(chosen.streamed) <= before
+        before = len(chosen.streamed)
+    assert before == 0
 
 
 def test_cache_and_logits_of_a_real_shape():

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.blueprint import Blueprint
-from app.forecast import Question, decide, device_limit, forecast, levers, named_draft, ram_room
+from app.draft import model_draft, plain_draft
+from app.forecast import Question, decide, device_limit, forecast, levers, ram_room
 from app.machines import curves, named_machine, read_table
 from offload.plan import DoesNotFit, fit, place
 from offload.predict import (
@@ -52,7 +53,7 @@ def shaped(name, bits=16):
 
 
 def placed(name, bits, machine, *, draft=None, ctx=2048, budgets=BUDGETS, limit=None):
-    drafts = [named_draft("ngram", None)] if draft is None else [draft]
+    drafts = [plain_draft("ngram")] if draft is None else [draft]
     hardware = machine.hardware
     return decide(
         shaped(name, bits),
@@ -117,12 +118,15 @@ def test_every_machine_with_every_model(gpu, ram):
     st.dictionaries(st.sampled_from(["device", "ram", "link_bps", "disk_bps", "flops", "memory_bps"]), st.floats(1, 4)),
     st.integers(6, 40),
     st.integers(2, 100),
+    st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_more_is_never_slower(name, bits, factors, device, ram):
+def test_more_is_never_slower(name, bits, factors, device, ram, is_self):
     base = named_machine("RTX 3090", ram * GB, 2e9)
     machine = replace(base, hardware=replace(base.hardware, free_bytes=device * GB))
-    draft = named_draft("model", shaped("Llama 3 8B", 4))
+    draft = (
+        model_draft("self", shaped(name), is_self=True) if is_self else model_draft("model", shaped("Llama 3 8B", 4))
+    )
     try:
         before = placed(name, bits, machine, draft=draft)
     except DoesNotFit:
@@ -134,7 +138,7 @@ def test_more_is_never_slower(name, bits, factors, device, ram):
 def test_published_70b_in_4_bits_on_a_4090():
     """A peer's design takes 1.9 s: layers resident from the first on, and a wait after each, so that times add up."""
     machine = named_machine("RTX 4090", 64 * GB, 3e9)
-    draft = named_draft("model", shaped("Llama 3 8B", 4))
+    draft = model_draft("model", shaped("Llama 3 8B", 4))
     choice = placed("Llama 3 70B", 4, machine, draft=draft, budgets=(504,))
     prediction = choice.prediction
     assert prediction.link_s + prediction.compute_s == pytest.approx(1.9, rel=0.2)
@@ -148,9 +152,9 @@ def test_published_llama_2_70b_in_16_bits():
     target = shaped("Llama 2 70B")
     streamed = place(target.layers, resident=0)
     everything = fit(streamed, fixed={}, limit_bytes=25 * GB, ram_bytes=200 * GB)
-    none = predict(target, everything, named_draft("none", None), 1, machine.rates)
+    none = predict(target, everything, plain_draft("none"), 1, machine.rates)
     assert 1 / none.tokens_per_s[1] > 5
-    draft = named_draft("model", sketch(_parts("Llama 2 7B"), bits=16))
+    draft = model_draft("model", sketch(_parts("Llama 2 7B"), bits=16))
     assert 1.6 < placed("Llama 2 70B", 16, machine, draft=draft).prediction.tokens_per_s[1] < 3.6
 
 
@@ -169,7 +173,7 @@ def test_a_link_that_shares_the_memory_slows_computing_down():
     machine = named_machine("RTX 4090", 256 * GB, 3e9)
     target = shaped("Llama 2 70B")
     plan = fit(place(target.layers, resident=0), fixed={}, limit_bytes=25 * GB, ram_bytes=200 * GB)
-    none, shared = named_draft("none", None), replace(machine.rates, link_cost=0.2)
+    none, shared = plain_draft("none"), replace(machine.rates, link_cost=0.2)
     bound = predict(target, plan, none, 8 * knee(target, plan, machine.rates), shared)
     assert bound.s_per_pass == pytest.approx(bound.compute_s + 0.2 * bound.link_s)
     assert predict(target, plan, none, 1, shared) == predict(target, plan, none, 1, machine.rates)
@@ -197,7 +201,7 @@ def test_what_does_not_fit_in_main_memory_comes_from_the_disk():
 def test_draft_caches_logits_and_other_programs_are_counted():
     """The fault that estimates of others have: weights alone."""
     machine = named_machine("RTX 4090", 64 * GB, 3e9)
-    draft = named_draft("model", shaped("Llama 3 8B"))
+    draft = model_draft("model", shaped("Llama 3 8B"))
     plan = placed("Llama 3 70B", 4, named_machine("RTX 5090"), draft=draft, budgets=(1023,), ctx=4096).plan
     items = dict(plan.items)
     assert items["logits"] == 1024 * 128256 * 2
@@ -206,15 +210,28 @@ def test_draft_caches_logits_and_other_programs_are_counted():
     assert items["KV cache"] == 2 * 80 * 8 * 128 * (4096 + 1023) * 2
     assert items["draft's KV cache"] == 2 * 32 * 8 * 128 * (4096 + 1023) * 2
     busy = replace(machine, hardware=replace(machine.hardware, free_bytes=machine.hardware.free_bytes - 4 * GB))
-    small = named_draft("model", shaped("Llama 3 8B", 4))
+    small = model_draft("model", shaped("Llama 3 8B", 4))
     kept = [len(placed("Llama 3 70B", 4, each, draft=small).plan.resident) for each in (machine, busy)]
     assert kept[1] < kept[0] - 6
+
+
+def test_a_copy_of_the_target_costs_what_the_target_does_not_keep():
+    draft = model_draft("self", shaped("Llama 3 8B"), is_self=True)
+    each = shaped("Llama 3 8B").layers[0].resident_bytes
+    kept = []
+    for gigabytes in (18, 19, 24, 40):
+        plan = placed("Llama 3 8B", 16, named_machine("H200"), draft=draft, budgets=(64,), limit=gigabytes * GB).plan
+        items = dict(plan.items)
+        assert sum(items.values()) == plan.total_bytes <= gigabytes * GB
+        assert items["draft"] == each * (len(plan.streamed) or 32)
+        kept.append(len(plan.resident))
+    assert kept == sorted(kept) and kept[-1] == 32
 
 
 def test_draft_and_budget_are_chosen_together():
     machine = named_machine("RTX 4090", 64 * GB, 3e9)
     target = shaped("Llama 3 70B", 4)
-    drafts = [named_draft("none", None), named_draft("ngram", None), named_draft("small", shaped("Llama 3 8B", 4))]
+    drafts = [plain_draft("none"), plain_draft("ngram"), model_draft("small", shaped("Llama 3 8B", 4))]
 
     def best(options, budgets=BUDGETS):
         hardware = machine.hardware
