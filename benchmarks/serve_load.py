@@ -6,7 +6,7 @@ Without a URL it starts SERVER: the demo model, all of it resident, in float32, 
 depend on which rows the cache held before. Every answer that is read to its end, streamed or whole, must be the one
 that the same request gets alone; some clients leave in the queue, in prefill or in mid-stream. What the server itself
 holds (memory, threads, open files) is known only of one that this script has started. The last line is one JSON
-object; the exit code is 1 if anything in it is wrong. Needs the test extra.
+object; the exit code is 1 if anything in it is wrong. Needs the bench extra.
 """
 
 import argparse

@@ -15,8 +15,9 @@ from specexec.tree import TokenTree
 _FIRST_NODES = 32
 _LEARNING = 0.25
 _MEMORY = 0.9
-_TRIAL = 6  # drafted passes before a draft is judged
-_PAUSE = 4  # passes without a draft that did not pay; doubled each time
+_TRIAL = 6  # drafted passes before a draft is judged by the full measure; one that is much too bad is known earlier
+_RETRIAL = 3  # the same for one that has been paused before
+_PAUSE, _LONGER, _LONGEST = 4, 4, 512  # passes without a draft that did not pay, and by what this grows each time
 _WIDE = 1.3  # a larger ratio of neighbouring row counts is a gap in what is known
 _STALE = 150  # measurements, after which one that was not renewed is forgotten
 _WORTH = 0.99  # of plain decoding's rate: a draft that costs nothing must not be paused for the noise of the clock
@@ -139,8 +140,9 @@ class Pace:
         self._verify = CostCurve()
         self._sums = np.zeros(2)  # tokens and seconds of passes with a draft, fading
         self._tried = np.zeros(2)  # the same, of those only that verified guesses or took time to guess
-        self._num_trials = 0
+        self._num_trials, self._trial = 0, _TRIAL
         self._pause, self._left = _PAUSE, 0
+        self._prefill_s = 0.0
         self.num_paused = 0
 
     @property
@@ -152,15 +154,21 @@ class Pace:
         """What the next proposal may spend; no nodes at all while drafting is paused."""
         if self.is_paused:
             return Budget(0, max_depth, temperature)
+        if not self._verify.most_rows:  # a pass takes no longer than the prefill did, so that this rate is to be had
+            rate = 1 / self._prefill_s if self._prefill_s else 0.0
+            return Budget(min(room, self._most, _FIRST_NODES), max_depth, temperature, rate)
         tokens, seconds = self._sums
-        if not seconds:
-            return Budget(min(room, self._most, _FIRST_NODES), max_depth, temperature)
+        plain = 1 / self._verify.least_s  # always to be had, too
+        rate = max(float(tokens / seconds), plain) if seconds else plain
         tried = max(2 * self._verify.most_rows, _FIRST_NODES)  # at most a doubling, so that a knee is met gently
-        rate = max(float(tokens / seconds), 1 / self._verify.least_s)  # plain decoding is always to be had
         return Budget(min(room, self._most, tried), max_depth, temperature, rate, self._verify)
 
+    def observe_prefill(self, seconds: float) -> None:
+        """Learn what the pass over a prompt has taken; more is not to be learned from it."""
+        self._prefill_s = seconds
+
     def observe(self, *, rows: int, tokens: int, draft_s: float, verify_s: float) -> None:
-        """Learn what a pass over `rows` rows (root and nodes) has cost and brought; the prefill is not such a pass."""
+        """Learn what a pass over `rows` rows (root and nodes) has cost and brought, other than a prefill."""
         self._verify.observe(rows, verify_s)
         if self.is_paused:
             self._left -= 1
@@ -172,14 +180,13 @@ class Pace:
             return
         self._num_trials += 1
         self._tried = self._tried * _MEMORY + cost
-        if self._num_trials < _TRIAL:
-            return
         worth = self._tried[0] / self._tried[1] * self._verify.least_s  # plain decoding: one token in that time
-        if worth < _WORTH:
-            self._left, self._pause = self._pause, min(2 * self._pause, 512)
-            self._num_trials, self._sums, self._tried = 0, np.zeros(2), np.zeros(2)
+        if worth < _WORTH * min(1.0, self._num_trials / self._trial):
+            self._left, self._pause = self._pause, min(_LONGER * self._pause, _LONGEST)
+            self._num_trials, self._trial = 0, _RETRIAL
+            self._sums, self._tried = np.zeros(2), np.zeros(2)
         elif self._num_trials > 4 * _TRIAL:
-            self._pause = _PAUSE
+            self._pause, self._trial = _PAUSE, _TRIAL
 
 
 def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

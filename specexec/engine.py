@@ -94,10 +94,12 @@ def generate(
         verified = time.perf_counter()
         left -= len(tokens)
         finish = "stop" if tokens[-1] in stop else None if left else "length"
-        if isinstance(budget, Pace) and len(context) > len(prompt):  # a prefill tells nothing of the passes to come
-            budget.observe(
-                rows=1 + len(tree), tokens=len(tokens), draft_s=drafted - started, verify_s=verified - drafted
-            )
+        if isinstance(budget, Pace):
+            draft_s, verify_s = drafted - started, verified - drafted
+            if len(context) > len(prompt):
+                budget.observe(rows=1 + len(tree), tokens=len(tokens), draft_s=draft_s, verify_s=verify_s)
+            else:
+                budget.observe_prefill(verify_s)
         path = tree.path(tokens)
         logprobs = () if num_logprobs is None else _logprobs(logits, path, tokens, num_logprobs)
         yield Step(tuple(tokens), tree, len(path), drafted - started, verified - drafted, finish, logprobs)

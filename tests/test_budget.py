@@ -108,7 +108,33 @@ def test_guessing_nothing_for_nothing_is_no_trial_and_paused_passes_are_counted(
 def test_plain_decoding_is_the_least_rate() -> None:
     """A streak of wrong guesses must not make further ones look worth their time."""
     pace = Pace()
-    for _ in range(5):
-        pace.observe(rows=33, tokens=1, draft_s=0.0, verify_s=17.0)
+    for _ in range(3):
+        pace.observe(rows=33, tokens=1, draft_s=0.0, verify_s=1.3)
         pace.observe(rows=1, tokens=1, draft_s=0.0, verify_s=1.0)
     assert pace.budget(64, 9, 0.0).rate == pytest.approx(1.0)
+
+
+def test_a_prefill_bounds_what_a_pass_takes() -> None:
+    pace = Pace()
+    assert pace.budget(64, 9, 0.0).rate == 0
+    pace.observe_prefill(0.5)
+    assert pace.budget(64, 9, 0.0) == Budget(32, 9, rate=2.0)
+    pace.observe(rows=33, tokens=1, draft_s=0.0, verify_s=0.25)
+    assert pace.budget(64, 9, 0.0).rate == pytest.approx(4.0)
+
+
+def test_the_worse_a_draft_is_the_sooner_it_is_known() -> None:
+    def drafted(draft_s: float) -> list[int]:
+        """Passes with a draft that is always wrong before it is paused, at first and when it is tried again."""
+        found = []
+        pace = Pace()
+        for _ in range(2):
+            found.append(0)
+            while not pace.is_paused:
+                pace.observe(rows=1, tokens=1, draft_s=draft_s, verify_s=1.0)
+                found[-1] += 1
+            while pace.is_paused:
+                pace.observe(rows=1, tokens=1, draft_s=0.0, verify_s=1.0)
+        return found
+
+    assert [drafted(each) for each in (0.05, 0.5, 9.0)] == [[6, 3], [5, 3], [1, 1]]
