@@ -15,6 +15,7 @@ from app.progress import told
 from app.settings import Resolved
 from app.sizes import format_size
 from app.worker import MAX_WAITING, Outcome, Request, Ticket, Worker
+from offload.hardware import release_unused
 
 _PATIENCE_S = 10.0
 
@@ -80,18 +81,18 @@ class Host:
 
     def submit(self, request: Request, deliver: Callable[[Outcome], None]) -> Ticket:
         """See Worker.submit; NotReady where there is none."""
-        if self.worker is None:
+        if (worker := self.worker) is None:  # looked up once: a load takes it away at any time
             raise NotReady(f"no model is ready to answer: {self.state}")
-        return self.worker.submit(request, self.metrics.observed(deliver))
+        return worker.submit(request, self.metrics.observed(deliver))
 
     def cancel(self, ticket: Ticket) -> None:
         """Gives up an answer; without effect once it is over."""
-        if self.worker is not None:
-            self.worker.cancel(ticket)
+        if (worker := self.worker) is not None:
+            worker.cancel(ticket)
 
     def place(self, ticket: Ticket) -> int:
         """How many are served before `ticket`."""
-        return self.worker.place(ticket) if self.worker else 0
+        return worker.place(ticket) if (worker := self.worker) else 0
 
     def stop(self) -> None:
         """Ends answers and loads with an error, without waiting for them."""
@@ -112,6 +113,7 @@ class Host:
         self.worker = self.running = None
         self._opened.close()
         gc.collect()  # hooks lead from a model's layers back to its session: without this its memory stays
+        release_unused()  # what torch keeps of it would count as taken when the next model is planned
 
     def _load(self, chosen: Resolved, on_failure: Callable[[Exception], None]) -> None:
         phase, began = "", time.monotonic()

@@ -10,6 +10,7 @@ from app.plan_command import Elsewhere, outlook
 from app.presets import Preset, chosen_settings, load_preset, preset_names
 from app.progress import Progress
 from app.pull import models_of
+from offload.plan import Plan
 
 _HERE = Elsewhere(None, None, None)
 
@@ -35,10 +36,10 @@ def show_presets(*, as_json: bool, offline: bool) -> None:
         print("fetch one with `specexec pull NAME`", file=sys.stderr)
 
 
-def verdict_of(name: str, *, offline: bool) -> str:
-    """Whether a preset fits this machine, and how fast it is expected to be, in a few words."""
+def verdict_of(name: str, *, offline: bool, in_place_of: Plan | None = None) -> str:
+    """Whether a preset fits this machine, and how fast it is expected to be, in a few words; see `outlook`."""
     try:
-        verdict, tokens_per_s = outlook(chosen_settings(name, {}), _HERE, offline=offline)
+        verdict, tokens_per_s = outlook(chosen_settings(name, {}), _HERE, offline=offline, in_place_of=in_place_of)
     except (OSError, ValueError):
         return _unknown(offline)
     return verdict + (f", {tokens_per_s:.2g} tokens/s" if tokens_per_s else "")

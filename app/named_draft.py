@@ -31,7 +31,7 @@ def named_draft(
     shape = model.rounded(16, dtype) if settings.draft_bits == 4 else model.shape(16, dtype)
     is_translated = _is_translated(target, model)
     window = window_for(model.config, ctx, settings.draft_ctx, is_translated=is_translated)
-    return model_draft(name, shape, window=window)
+    return model_draft(settings.draft, shape, window=window)
 
 
 def _is_translated(target: Blueprint, draft: Blueprint) -> bool:

@@ -15,7 +15,7 @@ from app.machines import Machine, assumed_disk_bps, named_machine, this_machine
 from app.named_draft import named_draft
 from app.settings import DRAFT_KINDS, Resolved
 from app.sizes import format_size, parse_size
-from offload.hardware import measure_disk, probe
+from offload.hardware import Hardware, measure_disk, probe
 from offload.plan import DoesNotFit, Plan
 from offload.predict import Choice, first_token_seconds, knee
 from offload.shape import Shape
@@ -73,9 +73,9 @@ def show_plan(chosen: Resolved, elsewhere: Elsewhere, given: Mapping[str, str], 
     return code
 
 
-def verdict_line(chosen: Resolved, *, offline: bool) -> str:
-    """In one line, whether the model fits this machine and how fast it is expected to be."""
-    question = _question(chosen, Elsewhere(None, None, None), offline=offline or is_offline())
+def verdict_line(chosen: Resolved, *, offline: bool, in_place_of: Plan | None = None) -> str:
+    """In one line, whether the model fits this machine and how fast it is expected to be; see `outlook`."""
+    question = _question(chosen, Elsewhere(None, None, None), offline=offline or is_offline(), in_place_of=in_place_of)
     try:
         _, choice = forecast(question)
     except DoesNotFit as error:
@@ -84,18 +84,31 @@ def verdict_line(chosen: Resolved, *, offline: bool) -> str:
 
 
 def outlook(
-    chosen: Resolved, elsewhere: Elsewhere, *, offline: bool, look: Callable[..., Blueprint] = glimpse
+    chosen: Resolved,
+    elsewhere: Elsewhere,
+    *,
+    offline: bool,
+    look: Callable[..., Blueprint] = glimpse,
+    in_place_of: Plan | None = None,
 ) -> tuple[str, float | None]:
-    """The first words of the verdict and the tokens per second to expect; `look` makes a blueprint of a name."""
+    """The first words of the verdict and the tokens per second to expect; `look` makes a blueprint of a name.
+
+    in_place_of: what this process has loaded and would give back first.
+    """
     try:
-        _, choice = forecast(_question(chosen, elsewhere, offline=offline, look=look))
+        _, choice = forecast(_question(chosen, elsewhere, offline=offline, look=look, in_place_of=in_place_of))
     except DoesNotFit:
         return "does not fit", None
     return _verdict(choice.plan).partition(":")[0], choice.prediction.tokens_per_s[1]
 
 
 def _question(
-    chosen: Resolved, elsewhere: Elsewhere, *, offline: bool, look: Callable[..., Blueprint] = draw_up
+    chosen: Resolved,
+    elsewhere: Elsewhere,
+    *,
+    offline: bool,
+    look: Callable[..., Blueprint] = draw_up,
+    in_place_of: Plan | None = None,
 ) -> Question:
     settings = chosen.settings
     if settings.target is None:
@@ -110,6 +123,8 @@ def _question(
         dtype = compute_dtype(settings.dtype, probe(device))
         nodes = settings.budget or PROBE_NODES
         machine = _measured(target, device, target.shape(bits, dtype), nodes, elsewhere.disk_bps)
+        if in_place_of is not None:
+            machine = replace(machine, hardware=_without(machine.hardware, in_place_of))
     ctx = context_length(settings.ctx, target.config)
     is_named = settings.draft not in DRAFT_KINDS
     return Question(
@@ -125,6 +140,18 @@ def _question(
         dtype=dtype,
         device_limit=settings.device_limit,
         ram_limit=settings.ram_limit,
+    )
+
+
+def _without(hardware: Hardware, loaded: Plan) -> Hardware:
+    """`hardware` as it will be once this process has given back what it has `loaded`."""
+    freed = max(0, hardware.base_bytes - dict(loaded.items)["this process"])
+    ram = freed if hardware.device.type == "cpu" else sum(nbytes for _, nbytes in loaded.host_items)
+    return replace(
+        hardware,
+        free_bytes=hardware.free_bytes + freed,
+        base_bytes=hardware.base_bytes - freed,
+        ram_free_bytes=hardware.ram_free_bytes + ram,
     )
 
 

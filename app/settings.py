@@ -32,6 +32,13 @@ def _texts(value: Any) -> tuple[str, ...]:
     return tuple(_text(each) for each in ([value] if isinstance(value, str) else value))
 
 
+def _draft(value: Any) -> str:
+    text = _text(value)
+    if text.startswith(_GRAFTED) and named_model(text) in ("", *DRAFT_KINDS):
+        raise ValueError(f"{_GRAFTED} and a model (graft alone takes a copy of the target), not {text!r}")
+    return text
+
+
 def _url(value: Any) -> str:
     if not str(value).startswith(("http://", "https://")):
         raise ValueError(f"an address such as http://localhost:8000/v1, not {value!r}")
@@ -79,7 +86,7 @@ READERS: dict[str, Reader] = {
     "engine": _url,
     "target": _text,
     "bits": _number(int, "16, 8 or 4", lambda n: n in (16, 8, 4)),
-    "draft": _text,
+    "draft": _draft,
     "draft_bits": _number(int, "16 or 4", lambda n: n in (16, 4)),
     "draft_ctx": _at_least(8),
     "past": _choice("on", "off"),

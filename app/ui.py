@@ -25,6 +25,7 @@ from app.stats import Stats
 from app.template import Message
 from app.worker import Outcome, Request, Ticket
 from offload.hardware import peak_rss_bytes
+from offload.plan import Plan
 
 _INTERVAL_S = 0.15  # between pictures: a browser cannot show more, and each costs a message
 _OWN = "what the command line asked for"
@@ -66,7 +67,8 @@ class Page:
 
         try:
             chosen = self._settings(preset)
-            return f"**{chosen.settings.target}**: {verdict_line(chosen, offline=self._models.offline)}"
+            line = verdict_line(chosen, offline=self._models.offline, in_place_of=self._loaded)
+            return f"**{chosen.settings.target}**: {line}"
         except (OSError, ValueError) as error:
             return f"⚠ {error}"
 
@@ -75,7 +77,10 @@ class Page:
         from app.listing import verdict_of
 
         offline = self._models.offline or not hub.is_reachable()
-        entries = [(f"{name}: {verdict_of(name, offline=offline)}", name) for name in preset_names()]
+        loaded = self._loaded
+        entries = [
+            (f"{name}: {verdict_of(name, offline=offline, in_place_of=loaded)}", name) for name in preset_names()
+        ]
         return gr.Dropdown([(_OWN, _OWN), *entries])
 
     def load(self, preset: str) -> str:
@@ -141,6 +146,12 @@ class Page:
         """A closed page waits for nothing."""
         self.stop(request)
         self._tabs.pop(request.session_hash or "", None)
+
+    @property
+    def _loaded(self) -> Plan | None:
+        """What a load would give back before it begins."""
+        running = self._models.running
+        return running.plan if running else None
 
     def _settings(self, preset: str) -> Resolved:
         return self._chosen if preset == _OWN else chosen_settings(preset, {})

@@ -5,7 +5,8 @@
 
 PROMPTS.jsonl: lines of {"question_id", "category", "turns"}, as in Spec-Bench; of each category the first, answered
 greedily. Takes the drafts that DIR holds and trains the others by the recipes demo-eagle3, demo-dflash and demo-dspark;
-with --minutes it goes on with those that have not been trained for so long. Writes the figures to
+with --minutes it goes on with those that have not been trained for so long. All are measured twice: with every layer of
+the target streamed from disk in a memory cgroup of 1.2 GB, and with every layer in memory. Writes the figures to
 benchmarks/results/learned_drafts.json; the last line printed is the same object.
 """
 
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from limits import DEMO
+from limits import DEMO, in_cgroup, make_cgroup
 from tokens_per_pass import first_of_each_category, measure
 
 from app.bench_prompts import read_questions
@@ -27,7 +28,11 @@ from app.settings import Settings
 from app.train_command import run_recipe
 
 LEARNED = ("eagle3", "dflash", "dspark")
-PLACES = {"streamed": {"resident": "0"}, "resident": {"resident": "30"}}  # layers of the target that stay in memory
+LIMIT = 1_200_000_000
+PLACES = {  # layers of the target that stay in memory, and the memory that there is
+    "streamed": {"resident": "0", "device_limit": str(LIMIT)},
+    "resident": {"resident": "30"},
+}
 RESULTS = Path(__file__).parent / "results" / "learned_drafts.json"
 _POINTS = 100  # of a loss curve
 
@@ -61,23 +66,22 @@ def curve(out: Path) -> list[dict[str, float]]:
     return points
 
 
-def measured(prompts: Mapping[str, str], draft: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per pass, milliseconds per proposal and tokens per second, by place and budget."""
+def measured(prompts: Mapping[str, str], draft: str, place: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Tokens per pass, milliseconds per proposal and tokens per second, by budget."""
     result: dict[str, Any] = {}
-    for place, limits in PLACES.items():
-        flags = {"max_tokens": str(options.max_tokens), "dtype": "float32", **limits}
-        for budget in options.budgets.split(",") if draft != "none" else ["1"]:
-            counts = measure(prompts, draft, budget, flags)
-            sums = {key: sum(each[key] for each in counts.values()) for key in next(iter(counts.values()))}
-            result.setdefault(place, {})[budget] = {
-                "acceptance_length": sum(each["tokens"] / each["passes"] for each in counts.values()) / len(counts),
-                "ms_per_proposal": 1000 * sums["draft_s"] / sums["passes"],
-                "ms_per_pass": 1000 * sums["verify_s"] / sums["passes"],
-                "tokens_per_s": sums["tokens"] / (sums["draft_s"] + sums["verify_s"]),
-                "by_category": {name: each["tokens"] / each["passes"] for name, each in counts.items()},
-            }
-            brief = {key: round(value, 2) for key, value in result[place][budget].items() if key != "by_category"}
-            print(draft, place, budget, brief, flush=True)
+    flags = {"max_tokens": str(options.max_tokens), "dtype": "float32", **PLACES[place]}
+    for budget in options.budgets.split(",") if draft != "none" else ["1"]:
+        counts = measure(prompts, draft, budget, flags)
+        sums = {key: sum(each[key] for each in counts.values()) for key in next(iter(counts.values()))}
+        result[budget] = {
+            "acceptance_length": sum(each["tokens"] / each["passes"] for each in counts.values()) / len(counts),
+            "ms_per_proposal": 1000 * sums["draft_s"] / sums["passes"],
+            "ms_per_pass": 1000 * sums["verify_s"] / sums["passes"],
+            "tokens_per_s": sums["tokens"] / (sums["draft_s"] + sums["verify_s"]),
+            "by_category": {name: each["tokens"] / each["passes"] for name, each in counts.items()},
+        }
+        brief = {key: round(value, 2) for key, value in result[budget].items() if key != "by_category"}
+        print(draft, place, budget, brief, file=sys.stderr, flush=True)
     return result
 
 
@@ -91,14 +95,25 @@ def main() -> None:
     parser.add_argument("--drafts", default="self,ngram,suffix,none")
     parser.add_argument("--number", type=int, help="only so many categories")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--worker", choices=list(PLACES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     prompts = dict(list(first_of_each_category(read_questions(options.prompts)).items())[: options.number])
-    runs = {kind: trained(kind, options) for kind in LEARNED}
-    drafts: dict[str, Any] = {}
-    for name in (*LEARNED, *filter(None, options.drafts.split(","))):
-        place = measured(prompts, str(runs[name] / "draft") if name in runs else name, options)
-        shortest = next(iter(place["streamed"].values()))
-        drafts[name] = {"acceptance_length": shortest["acceptance_length"], **place}
+    runs = {kind: Path(options.runs) / kind if options.worker else trained(kind, options) for kind in LEARNED}
+    names = (*LEARNED, *filter(None, options.drafts.split(",")))
+    if options.worker:
+        drafts = {name: str(runs[name] / "draft") if name in runs else name for name in names}
+        print(json.dumps({name: measured(prompts, drafts[name], options.worker, options) for name in names}))
+        return
+    figures = {}
+    for place in PLACES:
+        folder = make_cgroup(LIMIT) if place == "streamed" else None
+        figures[place] = in_cgroup(folder, __file__, [*sys.argv[1:], "--worker", place])
+        if folder is not None:
+            folder.rmdir()
+    drafts = {}
+    for name in names:
+        places = {place: figures[place][name] for place in PLACES}
+        drafts[name] = {"acceptance_length": next(iter(places["streamed"].values()))["acceptance_length"], **places}
         if name in runs:
             points = curve(runs[name])
             drafts[name] |= {"minutes": points[-1]["minutes"], "steps": points[-1]["step"], "curve": points}

@@ -90,6 +90,16 @@ def probe(device: str | torch.device = "cpu") -> Hardware:
     return Hardware(device, name, ram_total, free, process_bytes, ram_total, ram_free, bf16)
 
 
+def release_unused() -> None:
+    """Gives memory that torch keeps for later back to the GPU; without effect where there is none."""
+    torch.cuda.empty_cache()
+
+
+def is_recording(device: torch.device) -> bool:
+    """Whether passes on `device` are being recorded as a CUDA graph at the moment, when nothing may wait for it."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def peak_rss_bytes() -> int:
     """The most memory this process has held so far."""
     try:
@@ -134,20 +144,20 @@ def _stretch_times(
     """Bytes and seconds of each stretch of `files` by the way in which it was read; the ways take turns."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     buffer = torch.frombuffer(mmap.mmap(-1, _SAMPLE_BUFFER_BYTES, flags=flags), dtype=torch.uint8)
-    places = [(file, at) for file in files for at in range(0, file.stat().st_size, stretch_bytes)]
+    places: list[tuple[Path, int, int]] = []
+    for file in files:
+        size = min(file.stat().st_size, most_bytes)
+        most_bytes -= size
+        places += [(file, at, min(stretch_bytes, size - at)) for at in range(0, size, stretch_bytes)]
     times: list[list[tuple[int, float]]] = [[] for _ in readings]
     with ExitStack() as opened:
-        stores = [opened.enter_context(closing(FileStore(files, reading))) for reading in readings]
-        done = 0
-        for i, (file, at) in enumerate(places):
-            nbytes = min(stretch_bytes, file.stat().st_size - at, most_bytes - done)
-            if nbytes <= 0:
-                break
+        sampled = {file for file, _, _ in places}  # of hundreds of files each way of reading opens these only
+        stores = [opened.enter_context(closing(FileStore(sampled, reading))) for reading in readings]
+        for i, (file, at, nbytes) in enumerate(places):
             unit = sample_unit(file, at, nbytes)
             start = time.perf_counter()
             stores[i % len(stores)].read_into(unit, buffer[i * stretch_bytes % _SAMPLE_BUFFER_BYTES :], lambda: False)
             times[i % len(stores)].append((nbytes, time.perf_counter() - start))
-            done += nbytes
     return times
 
 

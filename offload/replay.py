@@ -44,7 +44,9 @@ class Replays:
             run()
         current.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may be copying weights at this time, which is none of this recording's business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Another thread may be copying weights at this time, which is none of this recording's business. Where one
+        # fails, torch leaves its own stream the current one: the outer context puts the stream from before back.
+        recording = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with torch.cuda.stream(current), recording:
             result = run()
         return graph, result

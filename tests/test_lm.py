@@ -6,6 +6,7 @@ import torch
 from oracles import random_tree
 from tiny import FAMILIES, VOCAB, WINDOW, tiny_model
 
+from offload.overflow import refuse_overflow
 from offload.replay import Replays
 from specexec.budget import Budget
 from specexec.drafters.model import ModelDrafter
@@ -228,4 +229,31 @@ def test_replayed_steps_on_the_gpu(family: str) -> None:
         for part in (slice(0, 1), slice(1, 8), slice(8, 20), slice(20, 45)):
             found, expected = (lm.extend(tree.tokens[part], tree.parents[part]) for lm in (replayed, plain))
             torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    assert notes == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: graphs are recorded nowhere else")
+def test_a_recording_that_fails_on_the_gpu_leaves_no_trace() -> None:
+    device, notes = torch.device("cuda", 0), []
+    replays, before = Replays(device, notes.append), torch.cuda.current_stream(device)
+    ones = torch.ones(3, device=device)
+    assert replays((8, 8), lambda: ones * ones.sum().item()) is None  # it waits, which no recording may
+    assert torch.cuda.current_stream(device) == before
+    assert (ones + ones).sum().item() == 6
+    assert replays((8, 8), lambda: ones + ones) is None
+    assert len(notes) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: graphs are recorded nowhere else")
+def test_a_float16_draft_is_recorded_though_its_overflow_is_watched() -> None:
+    device, notes = torch.device("cuda", 0), []
+    model = tiny_model("llama").half().cuda()
+    refuse_overflow(model, model.model.layers, "model.layers.", device)
+    lm = CachedLM(model, 64)
+    lm.record_steps(Replays(device, notes.append))
+    lm.prefill(as_ids([5, 6, 7]))
+    for _ in range(2):
+        lm.extend(as_ids([8]), as_ids([ROOT]))
     assert notes == []

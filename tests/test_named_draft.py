@@ -71,6 +71,7 @@ def test_a_window_of_the_text(tmp_path, capsys) -> None:
     target, draft = model(tmp_path / "target"), model(tmp_path / "draft", num_hidden_layers=2)
     whole = both(capsys, target, str(draft))["draft's KV cache"]
     assert both(capsys, target, str(draft), draft_ctx="20")["draft's KV cache"] * (128 + 16) == whole * (20 + 16)
+    assert both(capsys, target, f"graft:{draft}")["draft's KV cache"] == whole
     few = model(tmp_path / "few", num_hidden_layers=2, max_position_embeddings=64)
     assert both(capsys, target, str(few))["draft's KV cache"] * (128 + 16) == whole * 64
     assert main(["plan", "--target", str(target), "--draft", str(few), "--draft-ctx", "65"]) == 1

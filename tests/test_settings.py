@@ -64,6 +64,8 @@ def test_every_setting_has_a_reader_and_a_default():
         ("ctx", "1"),
         ("seed", "-1"),
         ("draft_bits", "8"),
+        ("draft", "graft:"),
+        ("draft", "graft:self"),
         ("dtype", "int8"),
         ("device", "tpu"),
         ("device_limit", "much"),

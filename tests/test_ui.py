@@ -4,6 +4,7 @@ import re
 import shutil
 import time
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 
 import httpx
@@ -12,6 +13,7 @@ from serving import served, until
 
 import app.host
 from app.host import State
+from offload.hardware import probe
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Gradio's own deprecations, some in threads of the server
 
@@ -268,3 +270,17 @@ def test_the_page_tells_how_far_a_streamed_prefill_is(chat_model, tmp_path, monk
         lines = [shown[3] for shown in page.send("the cat", [], visitor, "", 0, 1, 0, 0, 1, 2, 1)]
     shares = [int(found[1]) for line in lines if (found := re.match(r"prefill: (\d+) %", str(line)))]
     assert shares and shares == sorted(shares) and shares[-1] <= 100
+
+
+def test_a_verdict_counts_what_a_load_would_give_back(chat_model, tmp_path, monkeypatch):
+    from app.ui import Page
+
+    monkeypatch.setenv("SPECEXEC_CACHE", str(tmp_path))
+    with served(chat_model, draft="none", max_tokens="2") as running:
+        page = Page(running.host, running.host.running.chosen)
+        base = dict(running.host.running.plan.items)["this process"]
+        full = replace(probe(), free_bytes=0, base_bytes=base + (64 << 30))  # all there is, and it is a model's
+        monkeypatch.setattr("app.machines.probe", lambda device: full)
+        assert ": fits" in page.verdict("what the command line asked for")
+        running.host.running = None
+        assert ": does not fit" in page.verdict("what the command line asked for")
