@@ -1,5 +1,6 @@
 """From settings to a running session: find the model, plan its memory, load target and draft."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -136,6 +137,7 @@ def open_session(
         yield _remote(chosen, note)
         return
     steady_heap()
+    gc.collect()  # hooks lead from layers back to their session: without this a closed one still counts as taken
     checkpoint = open_target(chosen.settings, offline=offline)
     chosen = with_generation_config(chosen, checkpoint.generation_config)
     for line in idle_settings(chosen):

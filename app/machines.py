@@ -76,7 +76,7 @@ def this_machine(device: str, target: Shape, *, rows: int, disk_bps: float) -> M
     """This machine as it is now, its rates measured for `rows` tokens and matrices like those of `target`."""
     where = torch.device(device)
     rates = measure_rates(where, target.dtype, target.matrix, rows=rows, disk_bps=disk_bps)
-    if target.packed is not None:
+    if target.packed:
         rates = replace(rates, decode_bps=measure_decode_bps(target.packed, target.dtype, where))
     hardware = probe(device)
     facts = [

@@ -6,7 +6,7 @@
 PROMPTS.jsonl: lines of {"question_id", "category", "turns"}, as in Spec-Bench; of each category the first, answered
 greedily. Takes the drafts that DIR holds and trains the others by the recipes demo-eagle3, demo-dflash and demo-dspark;
 with --minutes it goes on with those that have not been trained for so long. All are measured twice: with every layer of
-the target streamed from disk in a memory cgroup of 1.2 GB, and with every layer in memory. Writes the figures to
+the target streamed from disk in a memory cgroup of 1.5 GB, and with every layer in memory. Writes the figures to
 benchmarks/results/learned_drafts.json; the last line printed is the same object.
 """
 
@@ -28,7 +28,7 @@ from app.settings import Settings
 from app.train_command import run_recipe
 
 LEARNED = ("eagle3", "dflash", "dspark")
-LIMIT = 1_200_000_000
+LIMIT = 1_500_000_000
 PLACES = {  # layers of the target that stay in memory, and the memory that there is
     "streamed": {"resident": "0", "device_limit": str(LIMIT)},
     "resident": {"resident": "30"},
@@ -95,19 +95,20 @@ def main() -> None:
     parser.add_argument("--drafts", default="self,ngram,suffix,none")
     parser.add_argument("--number", type=int, help="only so many categories")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--worker", choices=list(PLACES), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     prompts = dict(list(first_of_each_category(read_questions(options.prompts)).items())[: options.number])
     runs = {kind: Path(options.runs) / kind if options.worker else trained(kind, options) for kind in LEARNED}
     names = (*LEARNED, *filter(None, options.drafts.split(",")))
     if options.worker:
-        drafts = {name: str(runs[name] / "draft") if name in runs else name for name in names}
-        print(json.dumps({name: measured(prompts, drafts[name], options.worker, options) for name in names}))
+        place, name = options.worker.split(":", 1)
+        print(json.dumps(measured(prompts, str(runs[name] / "draft") if name in runs else name, place, options)))
         return
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {place: {} for place in PLACES}
     for place in PLACES:
         folder = make_cgroup(LIMIT) if place == "streamed" else None
-        figures[place] = in_cgroup(folder, __file__, [*sys.argv[1:], "--worker", place])
+        for name in names:  # a process each: what a model leaves behind would count as taken for the next
+            figures[place][name] = in_cgroup(folder, __file__, [*sys.argv[1:], "--worker", f"{place}:{name}"])
         if folder is not None:
             folder.rmdir()
     drafts = {}

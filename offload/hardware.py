@@ -191,8 +191,28 @@ def _mlp_s(weights: torch.Tensor, rows: int) -> float:
     return statistics.median(times[1:])  # the first one warms up
 
 
-def measure_decode_bps(entry: TensorEntry, dtype: torch.dtype, device: torch.device) -> float:
-    """Rate of making values of the packed `entry`, which need not be read: its bytes and those made count together."""
+def measure_decode_bps(entries: Sequence[TensorEntry], dtype: torch.dtype, device: torch.device) -> float:
+    """Rate of making values of the packed `entries`, which need not be read: their bytes and those made count together.
+
+    Formats differ by a factor, and layers mix them: the largest entry of each format stands for all of it.
+    """
+    formats: dict[str, list[TensorEntry]] = {}
+    for entry in entries:
+        formats.setdefault(f"{entry.encoding!r} {entry.dtype}", []).append(entry)
+    total, seconds = 0, 0.0
+    for same in formats.values():
+        nbytes = sum(_decoding_bytes(entry, dtype) for entry in same)
+        largest = max(same, key=lambda entry: entry.num_values)
+        seconds += nbytes / _decoding_bytes(largest, dtype) * _decoding_s(largest, dtype, device)
+        total += nbytes
+    return total / seconds
+
+
+def _decoding_bytes(entry: TensorEntry, dtype: torch.dtype) -> int:
+    return sum(part.nbytes for part in entry.parts) + entry.num_values * dtype.itemsize
+
+
+def _decoding_s(entry: TensorEntry, dtype: torch.dtype, device: torch.device) -> float:
     raw = {part.name: torch.zeros(part.nbytes, dtype=torch.uint8, device=device) for part in entry.parts}
     made = torch.empty(entry.shape, dtype=dtype, device=device)
     times: list[float] = []
@@ -203,7 +223,7 @@ def measure_decode_bps(entry: TensorEntry, dtype: torch.dtype, device: torch.dev
         decode(entry, raw, made)
         _wait_for(device)
         times.append(time.perf_counter() - start)
-    return (sum(part.nbytes for part in entry.parts) + made.nbytes) / statistics.median(times[1:])
+    return statistics.median(times[1:])
 
 
 @dataclass(frozen=True)

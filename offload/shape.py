@@ -48,7 +48,7 @@ class Shape:
     decoded_bytes: of matrices that are stored in fewer bytes, in the compute type, those of one module, or 0.
     experts: how many there are and how many each token uses, or None.
     is_eager: whether attention keeps the scores of all pairs of tokens.
-    packed: one of the matrices that are decoded, where headers tell of them: to measure how fast that is.
+    packed: the matrices of a layer that are decoded, where headers tell of them: to measure how fast that is.
     """
 
     config: PretrainedConfig
@@ -60,7 +60,7 @@ class Shape:
     decoded_bytes: int
     experts: tuple[int, int] | None
     is_eager: bool
-    packed: TensorEntry | None = None
+    packed: tuple[TensorEntry, ...] = ()
 
     @property
     def text(self) -> PretrainedConfig:
@@ -96,8 +96,8 @@ def shape_of(outline: Outline, dtype: torch.dtype) -> Shape:
     parts = _anatomy_of(outline.model)
     shape = _shape(parts, dtype, outline.layers, outline.rest_bytes, decoded_bytes=outline.unpacked_bytes)
     sources = [entry for recipe in outline.layers[0].recipes for entry in recipe.sources]
-    packed = [entry for entry in sources if entry.encoding is not None or entry.dtype.itemsize < dtype.itemsize]
-    return replace(shape, packed=max(packed, key=lambda entry: entry.num_values, default=None))
+    packed = (entry for entry in sources if entry.encoding is not None or entry.dtype.itemsize < dtype.itemsize)
+    return replace(shape, packed=tuple(packed))
 
 
 def rounded_shape_of(outline: Outline, dtype: torch.dtype) -> Shape:

@@ -48,7 +48,24 @@ def test_decoding_rate(tmp_path):
     parts = Int8().layout((256, 512))
     scale = TensorEntry("w.scale", tmp_path, 0, 1024, *parts[".scale"])
     entry = TensorEntry("w", tmp_path, 0, 256 * 512, torch.int8, (256, 512), Int8(), (scale,))
-    assert 1e6 < measure_decode_bps(entry, torch.bfloat16, CPU) < 1e12
+    assert 1e6 < measure_decode_bps([entry], torch.bfloat16, CPU) < 1e12
+
+
+def test_each_format_of_a_layer_counts_for_what_it_holds(monkeypatch):
+    """A slow format for a tenth of the values: the rate is total bytes over total seconds, by its largest entry."""
+    seconds = {"fast": 1.0, "slow": 5.0}
+
+    def entry(name, rows):
+        return TensorEntry(name, None, 0, rows * 8, torch.uint8, (rows, 8), name.split(".")[0])
+
+    timed = []
+    monkeypatch.setattr(
+        "offload.hardware._decoding_s", lambda entry, *_: timed.append(entry.name) or seconds[entry.encoding]
+    )
+    entries = [entry("fast.1", 50), entry("fast.2", 100), entry("slow.1", 15)]
+    total = sum(e.nbytes + 2 * e.num_values for e in entries)
+    assert measure_decode_bps(entries, torch.bfloat16, CPU) == pytest.approx(total / (1.5 * 1.0 + 1.0 * 5.0))
+    assert timed == ["fast.2", "slow.1"]
 
 
 @pytest.mark.parametrize(("takes_several", "num_requests"), [(True, 4), (False, 1)])
