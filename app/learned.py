@@ -9,6 +9,8 @@ from pathlib import Path
 from app.environment import cache_dir
 from specexec.acceptance import Acceptance
 
+_SCORES = "coupled"  # what the records are about: another kind of scores needs another name
+
 
 def recall(pair: str) -> Acceptance:
     """What is known of a pair of models; a fresh record where nothing is, or nothing legible."""
@@ -34,4 +36,4 @@ def remember(pair: str, acceptance: Acceptance) -> None:
 
 
 def _file(pair: str) -> Path:
-    return cache_dir() / "acceptance" / f"{hashlib.sha256(pair.encode()).hexdigest()[:24]}.json"
+    return cache_dir() / "acceptance" / f"{hashlib.sha256(f'{_SCORES} {pair}'.encode()).hexdigest()[:24]}.json"

@@ -1,7 +1,7 @@
 """What a draft's scores are worth: the probability that the target will agree, learned as the text goes on."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,11 +19,14 @@ class Acceptance:
     """P(child accepted | parent accepted) = reach x softmax(logits / sharpness) over a node's NUM_CHILDREN best.
 
     A draft's probability of a token is not that of its acceptance: a greedy target takes its argmax, so a good draft's
-    scores have to be sharpened; a bad draft's have to be flattened. `sharpness` is the most likely one of a grid given
-    where the target's tokens were among the draft's, `reach` how often they were there at all. Both are kept for every
-    sampling temperature. More freedom does not pay: bins over probability and rank predict held-out acceptance no
+    scores have to be sharpened; a bad draft's have to be flattened. A sampling target takes the argmax too, of logits
+    with noise, which the draft's have been given as well (`is_coupled`). `sharpness` is the most likely one of a grid
+    given where the target's tokens were among the draft's, `reach` how often they were there at all. Both are kept for
+    every sampling temperature. More freedom does not pay: bins over probability and rank predict held-out acceptance no
     better than this one softmax (0.444 and 0.430 nats a token), and over depth it does not change.
     """
+
+    is_coupled: ClassVar[bool] = True  # logits come with the noise of the target's draw (specexec.drafters.coupling)
 
     def __init__(self) -> None:
         self._evidence: dict[str, np.ndarray] = {}  # by temperature: log-likelihood of each sharpness
@@ -84,15 +87,15 @@ class Acceptance:
     def _key(self, temperature: float) -> str:
         key = f"{temperature:.2f}"
         if key not in self._counts:
-            # Sampling adds the target's own spread to the draft's error; the cubes fit T from 0 to 1.5 within 5 %.
-            expected = np.cbrt(temperature**3 + _PRIOR_SHARPNESS**3)
-            self._evidence[key] = -_PRIOR_COUNT * _CURVATURE * np.log(_SHARPNESSES / expected) ** 2
+            self._evidence[key] = -_PRIOR_COUNT * _CURVATURE * np.log(_SHARPNESSES / _PRIOR_SHARPNESS) ** 2
             self._counts[key] = np.array([_PRIOR_REACH, 1.0]) * _PRIOR_COUNT
         return key
 
 
 class AsScored:
     """Takes a draft's probability of a token for that of its acceptance, as published methods do, and never learns."""
+
+    is_coupled: ClassVar[bool] = False  # the draft's distribution, whatever the target draws
 
     def logprobs(self, logits: np.ndarray, temperature: float) -> np.ndarray:
         """As Acceptance.logprobs."""

@@ -34,6 +34,8 @@ class Budget:
     temperature: the target's sampling temperature, 0 for greedy: it decides what a draft's scores are worth.
     rate: tokens per second so far; drafting that brings less than this is not worth its time. 0: time does not matter.
     verify_s: seconds that the target's pass takes for a number of rows (root and nodes), where rate matters.
+    noise: what the sampler will add to the log-scores of the token drawn `ahead` tokens from now (0: the next), as
+        noise(ahead, size): float64 [size], by token (see specexec.sampling). None where it adds nothing.
     """
 
     num_nodes: int
@@ -41,6 +43,7 @@ class Budget:
     temperature: float = 0.0
     rate: float = 0.0
     verify_s: Callable[[np.ndarray], np.ndarray] | None = None
+    noise: Callable[[int, int], np.ndarray] | None = None
 
     def values(self, scores: np.ndarray) -> np.ndarray:
         """Tokens expected of the first 0, 1, ... N nodes, less what the target could have done in the time they take.

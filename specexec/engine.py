@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -83,7 +83,7 @@ def generate(
     left = min(max_tokens, target.max_rows - len(context))
     while left > 0:
         started = time.perf_counter()
-        spend = _spend(budget, target.max_rows - len(context), left - 1, sampler.params.temperature)
+        spend = _spend(budget, target.max_rows - len(context), left - 1, sampler, len(context))
         tree = empty_tree()
         is_short = len(context) - target.num_reusable(context) <= LONGEST_TAIL
         if drafter is not None and spend.num_nodes > 0 and left > 1 and is_short:
@@ -108,10 +108,16 @@ def generate(
         context = np.concatenate([context, as_ids(tokens)])
 
 
-def _spend(budget: int | Pace, room: int, max_depth: int, temperature: float) -> Budget:
+def _spend(budget: int | Pace, room: int, max_depth: int, sampler: Sampler, length: int) -> Budget:
+    """What may be spent behind a context of `length` tokens."""
+    temperature = sampler.params.temperature
     if isinstance(budget, Pace):
-        return budget.budget(room, max_depth, temperature)
-    return Budget(min(budget, room), max_depth, temperature)
+        spend = budget.budget(room, max_depth, temperature)
+    else:
+        spend = Budget(min(budget, room), max_depth, temperature)
+    if not temperature:
+        return spend
+    return replace(spend, noise=lambda ahead, size: sampler.noise(length + ahead, size))
 
 
 def _logprobs(

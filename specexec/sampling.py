@@ -1,4 +1,10 @@
-"""From logits to one token: the library's logits processors, then one uniform number per emitted token."""
+"""From logits to one token: the library's logits processors, then the largest sum of log-score and noise.
+
+With Gumbel noise, independent for every token of the vocabulary, that is a draw from the softmax (the Gumbel-max rule).
+The noise of an answer's k-th token follows from the seed and k alone. So a draft can be shown the noise that the target
+will draw with: where their distributions are alike they choose alike, and the text is the same with any draft
+(drafter-invariant speculative decoding: Daliri et al. 2024, arXiv 2408.07978).
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -15,6 +21,9 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+_KEPT = 32  # tokens whose noise is kept: a tree's depth, which the draft asks for before the target draws
+_LEAST = np.finfo(np.float64).tiny  # so that no noise is infinite
 
 
 @dataclass(frozen=True)
@@ -68,11 +77,23 @@ class OccurrencePenalty(LogitsProcessor):
 
 
 class Sampler:
-    """Draws the token that follows a path, given the target's logits there; holds the random state of one answer."""
+    """Draws the tokens of one answer, each given the path to it and the target's logits there.
 
-    def __init__(self, params: SamplingParams, processors: LogitsProcessorList, warpers: LogitsProcessorList) -> None:
+    Drawing leaves no trace: the same path and logits give the same token again. Only `uniform` and `pick`, for the
+    baselines that need more than one number a token (specexec.rejection), move on a random state.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        processors: LogitsProcessorList,
+        warpers: LogitsProcessorList,
+        *,
+        prompt_length: int,
+    ) -> None:
         self.params = params
-        self._processors, self._warpers = processors, warpers
+        self._processors, self._warpers, self._prompt_length = processors, warpers, prompt_length
+        self._noise: dict[int, np.ndarray] = {}  # by number of the token in the answer; the last few
         self._generator = torch.Generator().manual_seed(params.seed)
 
     def scores(self, logits: torch.Tensor, path: np.ndarray) -> torch.Tensor:
@@ -86,10 +107,28 @@ class Sampler:
     def __call__(self, logits: torch.Tensor, path: np.ndarray) -> int:
         """The next token after `path`, given the target's `logits` [V] there. Raises FloatingPointError on NaN."""
         scores = self.scores(logits, path)
+        if self.params.temperature:
+            scores = scores.double() + torch.from_numpy(self.noise(len(path), len(scores))).to(scores.device)
         best = int(scores.argmax())
         if scores[best].isnan():  # argmax finds a NaN if there is one
             raise FloatingPointError("the target's logits are not numbers; try --dtype float32")
-        return best if self.params.temperature == 0 else self.pick(scores.softmax(-1, dtype=torch.float64))
+        return best
+
+    def noise(self, length: int, size: int) -> np.ndarray:
+        """What is added to the log-scores of the token behind a path of `length` tokens: float64 [size].
+
+        Standard Gumbel. It is kept: not to be changed. That of a smaller vocabulary is the beginning of a larger one's.
+        """
+        number = length - self._prompt_length
+        noise = self._noise.get(number)
+        if noise is None or len(noise) < size:
+            # The number in the counter's highest word: every token has a stream of its own.
+            random = np.random.Generator(np.random.Philox(key=self.params.seed, counter=[0, 0, 0, number]))
+            noise = -np.log(np.maximum(random.standard_exponential(size), _LEAST))
+            if len(self._noise) >= _KEPT:
+                del self._noise[min(self._noise)]  # the text only goes forward
+            self._noise[number] = noise
+        return noise[:size]
 
     def probs(self, logits: torch.Tensor, path: np.ndarray) -> torch.Tensor:
         """The distribution (float64 [V]) that tokens after `path` are drawn from; all on one token if greedy."""
@@ -99,12 +138,12 @@ class Sampler:
         return scores.softmax(-1, dtype=torch.float64)
 
     def pick(self, probs: torch.Tensor) -> int:
-        """A token drawn by inverse transform: one uniform number per token, whatever the vocabulary and the draft."""
+        """A token drawn by inverse transform, with the next uniform number."""
         cumulative = probs.cumsum(-1)
         return min(int(torch.searchsorted(cumulative, self.uniform() * cumulative[-1], right=True)), len(probs) - 1)
 
     def uniform(self) -> float:
-        """The answer's next random number, at least 0 and below 1."""
+        """The next random number of those beside the noise, at least 0 and below 1."""
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
@@ -127,4 +166,4 @@ def make_sampler(params: SamplingParams, eos_ids: Iterable[int], prompt_length: 
             warpers.append(TopPLogitsWarper(params.top_p))
         if params.min_p:
             warpers.append(MinPLogitsWarper(params.min_p))
-    return Sampler(params, processors, warpers)
+    return Sampler(params, processors, warpers, prompt_length=prompt_length)

@@ -42,6 +42,11 @@ def plain_text(
     return text[len(prompt) :]
 
 
+def noise(ahead: int, size: int) -> np.ndarray:
+    """Another noise for each of the next tokens, as a sampler would hand it to drafts: see Budget."""
+    return np.random.default_rng(ahead).gumbel(size=size)
+
+
 def random_tree(num_nodes: int, vocab_size: int, seed: int = 0) -> TokenTree:
     """A tree of any shape: every node hangs from the root or from any earlier one, siblings carry different tokens."""
     rng = np.random.default_rng(seed)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from specexec.acceptance import Acceptance
+from specexec.budget import Budget
 from specexec.drafters.best_first import Proposal, Rows
 from specexec.tree import ROOT
 
@@ -15,7 +16,7 @@ def grown(seed: int, to_target: np.ndarray | None = None) -> tuple[Rows, dict[tu
     """Rows behind some nodes of the first two levels, by row and rank."""
     rng = np.random.default_rng(seed)
     acceptances = [Acceptance() for _ in range(3)]
-    rows, below = Rows(acceptances, 0.8, to_target), {}
+    rows, below = Rows(acceptances, Budget(99, 9, 0.8), to_target), {}
     slots = [0]
     for place in ((0, 0), (0, 1), (0, 3), (1, 2), (2, 0)):
         below[place] = len(slots)

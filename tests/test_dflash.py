@@ -8,7 +8,7 @@ import pytest
 import torch
 from blocks import BLOCK, DFLASH, HIDDEN, MASK, TARGET, config_of, plain_features, plain_hidden, tensors_of
 from cycle import PERIOD, accepted, cyclic_target, looking_back
-from oracles import random_tree
+from oracles import noise, random_tree
 from tiny import VOCAB, tiny_model
 
 from specexec.acceptance import Acceptance
@@ -147,17 +147,24 @@ def test_a_draft_that_is_right_is_accepted_whole_and_one_off_is_caught(layout: s
     assert accepted(model, prompt, config | {"sample_from_anchor": layout != "DeepSpec"}, tensors) < 1
 
 
+@pytest.mark.parametrize("is_coupled", [True, False])
 @pytest.mark.parametrize(("num_nodes", "max_depth", "temperature"), [(1, 9, 0), (9, 9, 0), (40, 2, 1.0), (200, 4, 0.8)])
-def test_the_tree_is_the_most_probable_one(num_nodes: int, max_depth: int, temperature: float) -> None:
+def test_the_tree_is_the_most_probable_one(
+    num_nodes: int, max_depth: int, temperature: float, is_coupled: bool
+) -> None:
+    budget = Budget(num_nodes, max_depth, temperature, noise=noise if is_coupled else None)
     model, tensors = tiny_model("llama"), tensors_of("speculators", num_ids=6)
     net = net_of(config_of("speculators", num_ids=6), tensors)
     lm = CachedLM(model, 80)
     drafter, block = DFlashDrafter(net, lm), BlockPass(net, lm)
-    assert len(drafter.propose(CONTEXT, Budget(num_nodes, max_depth, temperature))) == 0
+    assert len(drafter.propose(CONTEXT, budget)) == 0
     lm.prefill(CONTEXT)
-    tree = drafter.propose(CONTEXT, Budget(num_nodes, max_depth, temperature))
+    tree = drafter.propose(CONTEXT, budget)
     ids = net.target_ids().numpy()
-    slots = Acceptance().logprobs(block.logits(block.hidden(CONTEXT)).double().numpy(), temperature)
+    logits = block.logits(block.hidden(CONTEXT)).double().numpy()
+    if is_coupled:
+        logits += temperature * np.stack([noise(slot, VOCAB)[ids] for slot in range(len(logits))])
+    slots = Acceptance().logprobs(logits, temperature)
     every = {
         tuple(ids[list(path)].tolist()): sum(slots[slot][token] for slot, token in enumerate(path))
         for depth in range(1, min(max_depth, len(slots)) + 1)

@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from oracles import noise
 from tiny import VOCAB, tiny_model
 
 from specexec.acceptance import NUM_CHILDREN, Acceptance, AsScored
@@ -13,43 +14,66 @@ from specexec.budget import Budget
 from specexec.drafters.model import ModelDrafter
 from specexec.drafters.ngram import NGramDrafter
 from specexec.lm import CachedLM, as_ids
+from specexec.sampling import SamplingParams, make_sampler
 from specexec.tree import depths
 
 CONTEXT = as_ids(range(5, 20))
 
 
-def best_first(model: torch.nn.Module, num_nodes: int, max_depth: int, temperature: float) -> list[tuple[int, ...]]:
+def best_first(model: torch.nn.Module, budget: Budget) -> list[tuple[int, ...]]:
     """The continuations most probably accepted, one at a time, each from a forward over its whole path."""
     found: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    while heap and len(found) <= num_nodes:
+    while heap and len(found) <= budget.num_nodes:
         cost, path = heapq.heappop(heap)
         found.append(path)
-        if len(path) < max_depth:
+        if len(path) < budget.max_depth:
             with torch.inference_mode():
                 logits = model(input_ids=torch.tensor([[*CONTEXT.tolist(), *path]]), use_cache=False).logits[0, -1]
+            if budget.noise:
+                logits = logits + budget.temperature * torch.from_numpy(noise(len(path), VOCAB))
             values, tokens = logits.topk(NUM_CHILDREN)
-            logprobs = Acceptance().logprobs(values.double().numpy()[None], temperature)[0]
+            logprobs = Acceptance().logprobs(values.double().numpy()[None], budget.temperature)[0]
             for token, logprob in zip(tokens.tolist(), logprobs.tolist(), strict=True):
                 heapq.heappush(heap, (cost - logprob, (*path, token)))
     return found[1:]
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "max_depth", "temperature"), [(1, 9, 0), (12, 9, 0), (40, 3, 1.0), (64, 20, 0.8)]
+    "budget",
+    [
+        Budget(1, 9),
+        Budget(12, 9),
+        Budget(40, 3, 1.0, noise=noise),
+        Budget(64, 20, 0.8, noise=noise),
+        Budget(64, 20, 3.0, noise=noise),
+        Budget(64, 20, 0.8),
+    ],
+    ids=lambda budget: f"{budget.num_nodes}-{budget.temperature}-{'coupled' if budget.noise else 'plain'}",
 )
-def test_the_tree_is_the_most_probable_one(num_nodes: int, max_depth: int, temperature: float) -> None:
+def test_the_tree_is_the_most_probable_one(budget: Budget) -> None:
     model = tiny_model("llama")
-    expected = best_first(model, num_nodes, max_depth, temperature)
+    expected = best_first(model, budget)
     for max_batch in (1, 5, 32):
-        tree = ModelDrafter(CachedLM(model, 2000), max_batch=max_batch).propose(
-            CONTEXT, Budget(num_nodes, max_depth, temperature)
-        )
+        tree = ModelDrafter(CachedLM(model, 2000), max_batch=max_batch).propose(CONTEXT, budget)
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
             paths.append((*(paths[parent] if parent >= 0 else ()), token))
         assert sorted(paths) == sorted(expected)
         assert (np.diff(tree.scores) <= 0).all()
+
+
+@pytest.mark.parametrize(("acceptance", "is_coupled"), [(Acceptance, True), (AsScored, False)])
+def test_published_drafts_do_not_see_the_target_s_noise(acceptance: type, is_coupled: bool) -> None:
+    trees = [
+        ModelDrafter(CachedLM(tiny_model("llama"), 200), acceptance=acceptance()).propose(
+            CONTEXT, Budget(24, 6, 2.0, noise=make_sampler(SamplingParams(2.0, seed=seed), [], 0).noise)
+        )
+        for seed in range(3)
+    ]
+    for tree in trees[1:]:
+        same = tree.tokens.tolist() == trees[0].tokens.tolist() and (tree.scores == trees[0].scores).all()
+        assert same != is_coupled
 
 
 def test_a_draft_without_room_proposes_what_it_can() -> None:

@@ -17,6 +17,7 @@ from blocks import (
     tensors_of,
 )
 from cycle import TOKENS, accepted, cyclic_target
+from oracles import noise
 from tiny import VOCAB, tiny_model
 
 from specexec.acceptance import Acceptance
@@ -121,13 +122,14 @@ def test_a_draft_that_is_right_is_accepted_whole(head: str, num_ids: int) -> Non
     ("num_nodes", "max_depth", "temperature", "least"),
     [(1, 9, 0, 0), (12, 9, 0, 0), (70, 3, 1.0, 0), (150, 5, 0.8, 0), (150, 5, 0.8, 0.25)],
 )
+@pytest.mark.parametrize("is_coupled", [True, False])
 def test_the_tree_is_the_most_probable_one(
-    head: str, num_nodes: int, max_depth: int, temperature: float, least: float
+    head: str, is_coupled: bool, num_nodes: int, max_depth: int, temperature: float, least: float
 ) -> None:
     model, tensors = tiny_model("llama"), tensors_of("speculators", head, num_ids=6, scale=0.4)
     net, lm = net_of(config_of("speculators", head, num_ids=6), tensors), CachedLM(model, 80)
     drafters = [DSparkDrafter(net, lm, max_batch=batch, least_survival=least) for batch in (1, 32)]
-    budget = Budget(num_nodes, max_depth, temperature)
+    budget = Budget(num_nodes, max_depth, temperature, noise=noise if is_coupled else None)
     assert len(drafters[0].propose(CONTEXT, budget)) == 0, "nothing has been computed yet"
     lm.prefill(CONTEXT)
     every, pruned = every_path(model, tensors, head, budget, least)
@@ -155,7 +157,8 @@ def every_path(
         path, token, score, state, survival = pending.pop()
         slot = len(path)
         correction, state, sure = plain.after(token, hidden[slot], state)
-        scores = Acceptance().logprobs((logits[slot] + correction)[None], budget.temperature)[0]
+        added = budget.temperature * budget.noise(slot, VOCAB)[ids] if budget.noise else 0.0
+        scores = Acceptance().logprobs((logits[slot] + correction + added)[None], budget.temperature)[0]
         for child, (token, own) in enumerate(zip(ids, scores.tolist(), strict=True)):
             found[*path, token] = score + own
             if slot + 1 < min(budget.max_depth, BLOCK) and survival * sure >= least:

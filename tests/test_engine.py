@@ -68,6 +68,23 @@ def test_another_seed_gives_another_text() -> None:
     assert len(texts) == 4
 
 
+@pytest.mark.parametrize(("temperature", "seed"), [(1.0, 0), (1.0, 1), (1.0, 2), (0.6, 3), (1.5, 4)])
+def test_a_draft_that_is_the_target_guesses_every_token_of_a_flat_distribution(temperature: float, seed: int) -> None:
+    """It is shown the noise of the very tokens that it guesses: those of a place before or behind agree by chance."""
+    model = tiny_model("llama")
+    model.lm_head.weight.mul_(0.1)
+    params = SamplingParams(temperature=temperature, seed=seed)
+    assert len(set(plain_text(model, PROMPT, params, max_tokens=16))) > 12
+    drafter, lm = ModelDrafter(CachedLM(model, 400)), CachedLM(model, 200)
+    for max_tokens in (1, 4):
+        steps = generate(lm, drafter, PROMPT, make_sampler(params, (), len(PROMPT)), budget=64, max_tokens=max_tokens)
+        assert [len(step.tokens) for step in steps] == [max_tokens]
+    steps = list(generate(lm, drafter, PROMPT, make_sampler(params, (), len(PROMPT)), budget=64, max_tokens=40))
+    for step in steps:
+        assert step.accepted >= min(3, len(step.tokens) - 1)
+    assert len(steps) <= 8
+
+
 @pytest.mark.parametrize("length", range(190, 258, 6))
 def test_near_the_limit_the_tree_shrinks(length: int) -> None:
     prompt = np.random.default_rng(length).integers(3, VOCAB, length).tolist()

@@ -1,5 +1,7 @@
 """What was learned of a pair of models is there in the next run, and a spoilt file does no harm."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,22 @@ def test_a_pair_is_recalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for spoilt in ("{", "[]", '{"0.00": {}}', '{"slots": []}', '{"slots": {"0": {"0.00": {}}}}'):
         file.write_text(spoilt)
         np.testing.assert_array_equal(recall("a").logprobs(LOGITS[None], 0.0), Acceptance().logprobs(LOGITS[None], 0.0))
+
+
+def test_a_record_of_scores_without_the_target_s_noise_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECEXEC_CACHE", str(tmp_path))
+    early = Acceptance()
+    for _ in range(100):
+        early.observe(LOGITS, 2, 0.8)
+    folder = tmp_path / "acceptance"
+    folder.mkdir()
+    name = hashlib.sha256(b"a").hexdigest()[:24]  # as files were called when records were of such scores
+    (folder / f"{name}.json").write_text(json.dumps(early.to_data()))
+    assert recall("a").to_data() == {}
+    remember("a", early)
+    assert recall("a").to_data() == early.to_data()
 
 
 def test_each_slot_of_a_block_is_recalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Samplers: validation, penalties that see their own path, one draw per token."""
+"""Samplers: validation, penalties that see their own path, noise of its own for every token."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -46,13 +48,56 @@ def test_min_tokens_forbids_every_eos_until_then() -> None:
 
 def test_frequencies_follow_the_filtered_distribution() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
-    sampler = make_sampler(SamplingParams(temperature=1.0, top_k=3, seed=1), [], 0)
-    draws = np.bincount([sampler(logits, np.empty(0, np.int64)) for _ in range(4000)], minlength=4) / 4000
-    expected = torch.tensor([2.0, 1.0, 0.0]).softmax(-1).numpy()
-    assert draws[3] == 0
-    np.testing.assert_allclose(draws[:3], expected, atol=0.03)
+    params = SamplingParams(temperature=0.8, top_k=3, seed=1)
+    draws = 4000
+    for by_token in (True, False):  # along one answer, and the same token of many
+        counts = np.zeros(4)
+        for number in range(draws):
+            sampler = make_sampler(params if by_token else replace(params, seed=number), [], 2)
+            counts[sampler(logits, np.zeros(2 + number * by_token, np.int64))] += 1
+        assert counts[3] == 0
+        expected = draws * (torch.tensor([2.0, 1.0, 0.0]) / 0.8).softmax(-1).numpy()
+        statistic = ((counts[:3] - expected) ** 2 / expected).sum()
+        assert statistic < 23, "the chance of this is 1e-5"
+
+
+def test_neighbouring_tokens_are_drawn_independently() -> None:
+    sampler, logits = make_sampler(SamplingParams(temperature=1.0, seed=3), [], 0), torch.tensor([0.5, 0.0, 0.0])
+    drawn = [sampler(logits, np.zeros(number, np.int64)) for number in range(6001)]
+    counts = np.zeros((3, 3))
+    np.add.at(counts, (drawn[:-1], drawn[1:]), 1)
+    probs = logits.softmax(-1).numpy()
+    expected = 6000 * probs[:, None] * probs
+    assert ((counts - expected) ** 2 / expected).sum() < 40, "the chance of this is below 1e-5"
+
+
+def test_noise_depends_on_the_seed_and_the_token_s_number_only() -> None:
+    params = SamplingParams(temperature=1.0, seed=7)
+    sampler = make_sampler(params, [], 5)
+    noise = {length: sampler.noise(length, 40).copy() for length in range(5, 105)}
+    for length in (104, 5, 60):  # in any order, from the kept ones or not
+        np.testing.assert_array_equal(sampler.noise(length, 40), noise[length])
+        np.testing.assert_array_equal(make_sampler(params, [], 5).noise(length, 40), noise[length])
+        np.testing.assert_array_equal(make_sampler(params, [], 3).noise(length - 2, 40), noise[length])
+        np.testing.assert_array_equal(sampler.noise(length, 9), noise[length][:9])
+        np.testing.assert_array_equal(sampler.noise(length, 60)[:40], noise[length])
+        assert np.abs(make_sampler(replace(params, seed=8), [], 5).noise(length, 40) - noise[length]).min() > 0
+    every = np.stack(list(noise.values()))
+    assert len(np.unique(every)) == every.size
+
+
+def test_a_draw_is_the_same_however_often_and_whatever_was_drawn_before() -> None:
+    params, logits = SamplingParams(temperature=1.2, top_p=0.9, seed=2**62), torch.linspace(-1, 1, 50)
+    sampler = make_sampler(params, [], 1)
+    drawn = [sampler(logits, np.zeros(length, np.int64)) for length in (1, 2, 2, 9, 1)]
+    assert drawn[0] == drawn[4] and drawn[1] == drawn[2]
+    assert drawn[3] == make_sampler(params, [], 1)(logits, np.zeros(9, np.int64))
+    sampler.uniform()
+    assert drawn[0] == sampler(logits, np.zeros(1, np.int64))
 
 
 def test_not_a_number_is_an_error_not_a_token() -> None:
     with pytest.raises(FloatingPointError, match="float32"):
         make_sampler(SamplingParams(), [], 0)(torch.tensor([0.0, float("nan")]), np.array([0]))
+    with pytest.raises(FloatingPointError, match="float32"):
+        make_sampler(SamplingParams(temperature=1.0), [], 0)(torch.tensor([0.0, float("nan")]), np.array([0]))

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from specexec.acceptance import NUM_CHILDREN, Acceptance
+from specexec.budget import Budget
+from specexec.drafters.coupling import Coupling
 from specexec.tree import ROOT, TokenTree
 
 Below = Callable[[int, int], int | None]  # the row of the children of a row's child of some rank, if there is one
@@ -26,12 +28,12 @@ class Rows:
     """What may follow each node that has been looked behind: its NUM_CHILDREN best tokens and what they are worth.
 
     acceptances: one per slot of the block; a slot is what a row's children are guesses for, counted from the root's 0.
-    temperature: the target's, as in Budget.
     to_target: int64 [Vd], the target's id of each id that logits are given for; None where they are the same.
     """
 
-    def __init__(self, acceptances: Sequence[Acceptance], temperature: float, to_target: np.ndarray | None) -> None:
-        self._acceptances, self._temperature, self._to_target = acceptances, temperature, to_target
+    def __init__(self, acceptances: Sequence[Acceptance], budget: Budget, to_target: np.ndarray | None) -> None:
+        self._acceptances, self._temperature, self._to_target = acceptances, budget.temperature, to_target
+        self._coupling = Coupling(budget, to_target)
         self.slots: list[int] = []
         self.tokens: list[np.ndarray] = []
         self.scores: list[list[float]] = []  # log-probabilities that the children are accepted if their parent is
@@ -39,6 +41,7 @@ class Rows:
 
     def add(self, logits: torch.Tensor, slots: np.ndarray) -> None:
         """Add a row for each of `logits` [n, Vd]; the root's comes first. slots: int64 [n]."""
+        logits = self._coupling(logits, slots)
         values, ids = logits.topk(min(NUM_CHILDREN, logits.shape[-1]), dim=-1)
         values, ids = torch.stack([values.double(), ids.double()]).cpu().numpy()  # one transfer: ids are exact in both
         ids = ids.astype(np.int64)

@@ -239,7 +239,7 @@ class DFlashDrafter:
         if hidden is None:
             return empty_tree()
         depth = min(budget.max_depth, len(hidden))
-        rows = Rows(self.acceptances, budget.temperature, self._pass.to_target)
+        rows = Rows(self.acceptances, budget, self._pass.to_target)
         rows.add(self._pass.logits(hidden[:depth]), np.arange(depth))
 
         def below(row: int, rank: int) -> int | None:

@@ -137,7 +137,7 @@ class DSparkDrafter:
         if hidden is None:
             return empty_tree()
         hidden = hidden[: budget.max_depth]
-        rows = Rows(self.acceptances, budget.temperature, self._pass.to_target)
+        rows = Rows(self.acceptances, budget, self._pass.to_target)
         growth = _Growth(self._net, rows, hidden, self._pass.logits(hidden))
         growth.start(int(context[-1]))
         best = self._grow(growth, budget)

@@ -10,6 +10,7 @@ from torch import nn
 from specexec.acceptance import NUM_CHILDREN, Acceptance, AsScored
 from specexec.budget import Budget, CostCurve
 from specexec.drafters import DraftLM
+from specexec.drafters.coupling import Coupling
 from specexec.tree import ROOT, TokenTree
 
 _LEAST_GAIN = 0.01
@@ -27,6 +28,7 @@ class ModelDrafter:
     done when there are none.
 
     acceptance: what the draft's scores are worth; it learns from each proposal's outcome, which the next context shows.
+        It says too whether these are scores with the target's own noise (`is_coupled`).
     """
 
     def __init__(self, lm: DraftLM, *, max_batch: int = 32, acceptance: Acceptance | AsScored | None = None) -> None:
@@ -119,6 +121,7 @@ class _Pool:
         self.price = 0.0  # in tokens: what a node takes away that enters the best tree
         self.last_chances = np.empty((0, 0))  # of the children added last, given their parents
         self._acceptance = acceptance
+        self._coupling = Coupling(budget) if acceptance.is_coupled else None
         self.tokens = np.empty(0, np.int64)
         self._parents = np.empty(0, np.int64)
         self._depths = np.empty(0, np.int64)
@@ -129,6 +132,9 @@ class _Pool:
 
     def add_children(self, logits: torch.Tensor, parents: np.ndarray) -> None:
         """Add those children of `parents` [n] that can enter the tree, given the draft's logits [n, V]."""
+        above = np.append(self._depths, 0)[parents]
+        if self._coupling is not None:
+            logits = self._coupling(logits, above)
         values, ids = logits.topk(min(NUM_CHILDREN, logits.shape[-1]), dim=-1)
         values, ids = torch.stack([values.double(), ids.double()]).cpu().numpy()  # one transfer: ids are exact in both
         ids = ids.astype(np.int64)
@@ -139,11 +145,10 @@ class _Pool:
         self.last_chances = np.exp(scores)
         scores += np.append(self._scores, np.float32(0))[parents][:, None]
         entering = scores > self._threshold()
-        depths = np.append(self._depths, 0)[parents] + 1
         rows = np.nonzero(entering)[0]
         self.tokens = np.concatenate([self.tokens, ids[entering]])
         self._parents = np.concatenate([self._parents, parents[rows]])
-        self._depths = np.concatenate([self._depths, depths[rows]])
+        self._depths = np.concatenate([self._depths, above[rows] + 1])
         self._scores = np.concatenate([self._scores, scores[entering]])
         self._rows = np.concatenate([self._rows, np.full(len(rows), -1)])
         # A stable sort keeps parents before children of equal score, so that the best are always a tree.
