@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from tiny import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
@@ -35,6 +36,12 @@ RECIPE = Recipe(
         checkpoint_every=10_000,
     ),
 )
+
+
+def _accelerator() -> Accelerator:
+    """One in fp32, whatever an earlier test of this process has set: accelerate keeps one state for all."""
+    AcceleratorState._reset_state()
+    return Accelerator(cpu=True, mixed_precision="no")
 
 
 def sure_model() -> PreTrainedModel:
@@ -95,7 +102,7 @@ class Lesson:
             range(len(self.corpus)),
             self.recipe.train,
             self.directory,
-            accelerator=Accelerator(cpu=True),
+            accelerator=_accelerator(),
             around=Surroundings(self.batch, self.evaluate, self.publish, lambda *_: None, lambda line: None),
         )
 

@@ -125,7 +125,8 @@ def test_a_head_that_is_partly_right_is_accepted_in_part_and_changes_nothing(fam
             target = CachedLM(model, 200)
             text, _, accepted = text_of(target, eagle3_drafter(net, target), params, budget, tokens)
             assert text == expected
-            assert tokens // 4 < accepted
+            # An automatic budget depends on the clock: on a busy machine it may decide that drafting does not pay.
+            assert isinstance(budget, Pace) or tokens // 4 < accepted
 
 
 def best_tree(conditionals: Callable[[TokenTree], np.ndarray], ids: np.ndarray, num_nodes: int, temperature: float):

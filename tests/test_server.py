@@ -21,6 +21,7 @@ from serving import served, until
 import app.server
 from app.cli import main
 
+SEED = 5  # of an answer of twelve tokens
 ROOT = Path(__file__).parent.parent
 USER = [{"role": "user", "content": "the cat sat"}]
 
@@ -115,7 +116,7 @@ def test_the_seed_decides(client):
 
 
 def test_logprobs_are_the_targets_own_one_per_token(client, server):
-    answer = ask(client, logprobs=True, top_logprobs=3, temperature=0.8, max_tokens=12)
+    answer = ask(client, logprobs=True, top_logprobs=3, temperature=0.8, max_tokens=12, seed=SEED)
     entries = answer.choices[0].logprobs.content
     assert len(entries) == answer.usage.completion_tokens == 12
     session = server.host.running.session
@@ -129,7 +130,7 @@ def test_logprobs_are_the_targets_own_one_per_token(client, server):
         assert entry.token == session.text_of(token)
     streamed = [
         each
-        for part in ask(client, logprobs=True, top_logprobs=3, temperature=0.8, max_tokens=12, stream=True)
+        for part in ask(client, logprobs=True, top_logprobs=3, temperature=0.8, max_tokens=12, seed=SEED, stream=True)
         if part.choices[0].logprobs
         for each in part.choices[0].logprobs.content
     ]
@@ -140,7 +141,9 @@ def whole_tokens(session, prompt, answer):
     """The ids behind an answer: those that the same request draws from the session itself."""
     from specexec.sampling import SamplingParams
 
-    chunks = session.stream(prompt, SamplingParams(temperature=0.8, seed=3), max_tokens=answer.usage.completion_tokens)
+    chunks = session.stream(
+        prompt, SamplingParams(temperature=0.8, seed=SEED), max_tokens=answer.usage.completion_tokens
+    )
     return [token for chunk in chunks for token in chunk.step.tokens]
 
 
