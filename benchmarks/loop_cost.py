@@ -40,7 +40,8 @@ class Stopwatch:
 
 def measure(budget: int, max_tokens: int) -> dict[str, float]:
     """Seconds inside and outside the models over PROMPTS."""
-    chosen = chosen_settings("demo", {"budget": str(budget), "device_limit": "12GB", "resident": "30"})
+    flags = {"draft": "self", "budget": str(budget), "device_limit": "12GB", "resident": "30"}
+    chosen = chosen_settings("demo", flags)
     with open_session(chosen, offline=False, note=lambda line: print(line, file=sys.stderr)) as running:
         session = running.session
         watch = Stopwatch()

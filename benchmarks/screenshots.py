@@ -1,6 +1,6 @@
 """Pictures of the web page, into docs/: a desktop in light and a phone in dark colours, with the demo's last tree.
 
-    specexec serve --preset demo --budget 64 --port 8080        (in another terminal)
+    specexec serve --preset demo --draft self --device-limit 1.4GB --budget 64 --port 8080        (in another terminal)
     python benchmarks/screenshots.py http://127.0.0.1:8080
 
 Needs the bench extra and Debian's chromium.
