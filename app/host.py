@@ -1,6 +1,5 @@
 """The one model that a server has loaded: loads it in the background, says how far that is, passes requests on."""
 
-import gc
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from app.progress import told
 from app.settings import Resolved
 from app.sizes import format_size
 from app.worker import MAX_WAITING, Outcome, Request, Ticket, Worker
-from offload.hardware import release_unused
 
 _PATIENCE_S = 10.0
 
@@ -112,8 +110,6 @@ class Host:
             self.worker.stop("another model is being loaded" if not self._is_closed else "the server is stopping")
         self.worker = self.running = None
         self._opened.close()
-        gc.collect()  # hooks lead from a model's layers back to its session: without this its memory stays
-        release_unused()  # what torch keeps of it would count as taken when the next model is planned
 
     def _load(self, chosen: Resolved, on_failure: Callable[[Exception], None]) -> None:
         phase, began = "", time.monotonic()

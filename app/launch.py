@@ -41,7 +41,7 @@ from app.settings import (
 from app.target import load_tokenizer, open_target
 from app.treecheck import honours_trees
 from offload.checkpoint import Checkpoint
-from offload.hardware import Hardware, Rates, measure_disk, probe
+from offload.hardware import Hardware, Rates, measure_disk, probe, release_unused
 from offload.heap import steady_heap
 from offload.load import Loaded, Outline, load_model, outline
 from offload.plan import Plan, shared_layers
@@ -137,7 +137,8 @@ def open_session(
         yield _remote(chosen, note)
         return
     steady_heap()
-    gc.collect()  # hooks lead from layers back to their session: without this a closed one still counts as taken
+    gc.collect()  # hooks lead from layers back to their session: without this a closed one still counts as taken,
+    release_unused()  # and what torch keeps of it, too
     checkpoint = open_target(chosen.settings, offline=offline)
     chosen = with_generation_config(chosen, checkpoint.generation_config)
     for line in idle_settings(chosen):

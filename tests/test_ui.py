@@ -11,7 +11,7 @@ import httpx
 import pytest
 from serving import served, until
 
-import app.host
+import app.launch
 from app.host import State
 from offload.hardware import probe
 
@@ -214,13 +214,13 @@ def test_the_picker_has_a_verdict_for_every_preset(open_page):
 
 def test_a_second_load_frees_the_first_before_it_begins(open_page, server, monkeypatch):
     old = weakref.ref(server.host.running.session.target.model)
-    alive, opener = [], app.host.open_session
+    alive, opener = [], app.launch.open_target
 
     def watched(*args, **options):
         alive.append(old() is not None)
         return opener(*args, **options)
 
-    monkeypatch.setattr("app.host.open_session", watched)
+    monkeypatch.setattr("app.launch.open_target", watched)
     page = open_page()
     choose(page, "what the command line")
     until(lambda: alive and server.host.state.kind == "ready")
