@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-PREFILL_ROWS = 256
+PREFILL_ROWS = 257  # a root and 256 nodes
 
 
 def chunk_mlps(layers: Iterable[torch.nn.Module]) -> None:
@@ -27,7 +27,8 @@ class _RowChunks:
     def __call__(self, hidden: torch.Tensor) -> object:
         if hidden.shape[1] <= PREFILL_ROWS:
             return self._forward(hidden)
-        parts = [self._forward(chunk) for chunk in hidden.split(PREFILL_ROWS, dim=1)]
+        count = -(-hidden.shape[1] // PREFILL_ROWS)
+        parts = [self._forward(chunk) for chunk in hidden.tensor_split(count, dim=1)]  # of nearly the same size
         if isinstance(parts[0], torch.Tensor):
             return torch.cat(parts, dim=1)
         # Some experts also give their router's scores, which have no batch dimension.
