@@ -12,6 +12,7 @@ from app.spelling import nearest
 from offload.hardware import (
     CPU_LAYER_S,
     CPU_LINK_COST,
+    CPU_VALUE_CORES,
     CPU_VALUE_S,
     GPU_LAYER_S,
     Hardware,
@@ -21,6 +22,7 @@ from offload.hardware import (
     probe,
 )
 from offload.predict import Curve
+from offload.prefill import CPU_ROWS
 from offload.shape import Shape
 
 _GBPS_PER_LANE = {"3.0": 0.985, "4.0": 1.969, "5.0": 3.938}
@@ -118,8 +120,9 @@ def _cpu_machine(cpu: dict[str, Any], reached: dict[str, Any], ram: int, disk: f
         cpu["tflops"] * reached["flops"] * 1e12,
         cpu["memory_gbps"] * reached["memory"] * 1e9,
         CPU_LAYER_S,
-        CPU_VALUE_S / _NUM_CORES,
+        CPU_VALUE_S * CPU_VALUE_CORES / _NUM_CORES,
         link_cost=CPU_LINK_COST,
+        chunk_rows=CPU_ROWS,
     )
     hardware = Hardware(torch.device("cpu"), "CPU", ram, int(0.9 * ram), 0, ram, int(0.9 * ram), True)
     return Machine(hardware, rates, (f"no GPU, the CPU computes ({cpu['source']})", host))

@@ -113,6 +113,8 @@ def _tell(running: Running) -> None:
         _note(f"weights: {checkpoint.quantization}; stored as they are: {', '.join(kept) or 'none'}")
     for name, num_bytes in running.plan.items:
         _note(f"memory: {format_size(num_bytes):>8}  {name}")
+    for name, num_bytes in running.plan.host_items:
+        _note(f"RAM:    {format_size(num_bytes):>8}  {name}")
     layers = f"{len(running.plan.resident)} layers resident, {len(running.plan.streamed)} streamed"
     _note(f"memory: {format_size(running.plan.total_bytes)} of {format_size(running.plan.limit_bytes)}, {layers}")
 

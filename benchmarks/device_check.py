@@ -32,7 +32,7 @@ from offload.entries import TensorEntry
 from offload.hardware import Rates, measure_decode_bps, measure_rates, probe
 from offload.layout import Unit
 from offload.load import Loaded, load_model, outline
-from offload.plan import DoesNotFit, plan
+from offload.plan import EMBEDDING, DoesNotFit, plan
 from offload.predict import Curve, Draft, predict
 from offload.quantize import Nf4
 from offload.replay import Replays
@@ -40,6 +40,7 @@ from offload.shape import Shape, anatomy, is_matrix, shape_of
 from offload.store import ArenaStore, WeightStore, anonymous, pin, unpin
 from offload.stream import CudaLink, HostLink
 from offload.working import working_bytes
+from specexec.device import compute_device
 from specexec.lm import CachedLM, score_tree
 from specexec.tree import TokenTree
 
@@ -183,7 +184,11 @@ def _copy_bps(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def equal_logits(folder: Path, config: PretrainedConfig, device: torch.device) -> dict[str, bool]:
-    """Whether a model streamed through two slots gives the resident one's logits, by format and tier."""
+    """Whether a model streamed through two slots gives the resident one's logits, by format and tier.
+
+    And whether it does so with its embedding in main memory.
+    """
+    embedding = (EMBEDDING, config.vocab_size * config.hidden_size * torch.float32.itemsize)
     found: dict[str, bool] = {}
     for bits in (16, 4):
         checkpoint = store_random(folder, config, bits=bits, dtype=torch.float32)
@@ -191,6 +196,8 @@ def equal_logits(folder: Path, config: PretrainedConfig, device: torch.device) -
         for tier in ("ram", "disk"):
             with _streamed(checkpoint, device, tier) as loaded:
                 found[f"{bits} bits, {tier}"] = _same(_logits(loaded.model), expected)
+        with _streamed(checkpoint, device, "ram", embedding) as loaded:
+            found[f"{bits} bits, embedding in main memory"] = _same(_logits(loaded.model), expected)
     return found
 
 
@@ -240,16 +247,16 @@ def _resident_logits(checkpoint: Checkpoint, device: torch.device) -> list[torch
         return _logits(loaded.model)
 
 
-def _streamed(checkpoint: Checkpoint, device: torch.device, tier: str) -> Loaded:
+def _streamed(checkpoint: Checkpoint, device: torch.device, tier: str, *on_host: tuple[str, int]) -> Loaded:
     ram_bytes = 1 << 60 if tier == "ram" else None
     chosen = plan(outline(checkpoint).layers, fixed={}, limit_bytes=1 << 60, resident=0, ram_bytes=ram_bytes)
-    return load_model(checkpoint, chosen, device=device)
+    return load_model(checkpoint, replace(chosen, host_items=(*on_host, *chosen.host_items)), device=device)
 
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel) -> list[torch.Tensor]:
     """Of four passes, each over other tokens."""
-    tokens = torch.arange(4 * 24, device=model.device).view(4, 1, 24) * 5 % model.config.vocab_size
+    tokens = torch.arange(4 * 24, device=compute_device(model)).view(4, 1, 24) * 5 % model.config.vocab_size
     return [model(each, use_cache=False).logits.cpu() for each in tokens]
 
 

@@ -1,7 +1,7 @@
 """A checkpoint becomes an ordinary transformers model whose streamed layers fetch themselves."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from offload.checkpoint import Checkpoint
+from offload.gather import embedding_names, gather_on_host, is_tied
 from offload.layout import Binding, Unit, assign_slots, bind, make_unit, put, raw_parts, typed
 from offload.names import Recipe, match
 from offload.overflow import refuse_overflow
 from offload.plan import Plan, shared_layers
-from offload.prefill import chunk_mlps
+from offload.prefill import chunk_mlps, chunk_rows
 from offload.product import put_weights_first
 from offload.store import ONE_AT_A_TIME, ArenaStore, FileStore, Reading, WeightStore, anonymous
 from offload.stream import CudaLink, HostLink, LayerStreamer
@@ -108,11 +109,16 @@ def load_model(
     `transform(name, tensor)` gives what a stored tensor of a resident layer is replaced by. `share` is a model loaded
     from the same checkpoint whose embedding, norm, head and `shared_layers` are used instead of being read again.
     `progress` is told bytes done and bytes in all. `reading` is how the disk is read. Raises ValueError for a
-    checkpoint that is not the model, OSError naming the file.
+    checkpoint that is not the model and for a plan that parts an embedding from the head, OSError naming the file.
     """
     device = torch.device(device)
     parts = outline(checkpoint, dtype=dtype, attn_implementation=attn_implementation)
     model = parts.model
+    on_host = embedding_names(model) if (share.plan if share else plan).gathers_on_host else frozenset()
+    if on_host and is_tied(model.config):
+        raise ValueError(
+            "the head's matrix is the embedding's, so it cannot rest in main memory: plan it on the device"
+        )
     stem, layers = decoder_layers(model)
     shared = frozenset(shared_layers(share.plan) if share else ()).intersection(plan.resident)
     own = [i for i in range(len(layers)) if i not in shared]
@@ -132,17 +138,19 @@ def load_model(
         report = _counting(progress, sum(unit.slot_bytes for unit in (*resident, *in_ram)))
         kept = [unit for unit in parts.layers if transform is None or not unit.is_encoded]  # others become numbers
         scratch = _room(max((unit.unpacked_bytes for unit in kept), default=0), device)
-        _load_resident(model, resident, store, device, transform, scratch, report)
+        _load_resident(model, resident, store, device, on_host, transform, scratch, report)
         filled = {name for unit in (*parts.rest, *parts.layers) for recipe in unit.recipes for name in recipe.targets}
         model.tie_weights(missing_keys=set(model.state_dict()) - filled, recompute_mapping=False)
         _move_buffers(model, device)
+        if on_host:
+            gather_on_host(model.get_input_embeddings(), device)
         streamer = _stream(model, plan, streamed, store, device, scratch, report) if streamed else None
     except BaseException:
         store.close()
         raise
     if streamer is None:
         store.close()
-    chunk_mlps(layers[i] for i in own)
+    chunk_mlps((layers[i] for i in own), chunk_rows(device))
     put_weights_first(model)
     if (dtype or checkpoint.dtype) == torch.float16:
         refuse_overflow(model, layers, stem, device)
@@ -193,13 +201,15 @@ def _load_resident(
     model: PreTrainedModel,
     units: Sequence[Unit],
     store: WeightStore,
-    device: torch.device,
+    compute_device: torch.device,
+    on_host: Collection[str],
     transform: Transform | None,
     scratch: torch.Tensor,
     report: Callable[[int], None],
 ) -> None:
     stem, _ = decoder_layers(model)
     for unit in units:
+        device = torch.device("cpu") if unit.name in on_host else compute_device
         stored = anonymous(unit.slot_bytes)
         store.read_into(unit, stored, lambda: False)
         if device.type != "cpu":

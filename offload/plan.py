@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from offload.layout import assign_slots
 
 Tier = Literal["disk", "ram"]
+EMBEDDING = "embedding"  # the one item that may lie on either side
 
 
 class DoesNotFit(MemoryError):  # noqa: N818  (a verdict, and the word that users see)
@@ -77,6 +78,11 @@ class Plan:
         """Where the streamed layers rest: `ram` if all of them do."""
         return "ram" if self.tiers and "disk" not in self.tiers else "disk"
 
+    @property
+    def gathers_on_host(self) -> bool:
+        """Whether the embedding rests in main memory, so that only its rows cross."""
+        return EMBEDDING in dict(self.host_items)
+
 
 def plan(
     layers: Sequence[Sized],
@@ -107,16 +113,24 @@ def place(layers: Sequence[Sized], num_slots: int = 2, resident: int | None = No
 
 
 def fit(
-    placements: Sequence[Placement], *, fixed: Mapping[str, int], limit_bytes: int, ram_bytes: int | None = None
+    placements: Sequence[Placement],
+    *,
+    fixed: Mapping[str, int],
+    limit_bytes: int,
+    ram_bytes: int | None = None,
+    on_host: Mapping[str, int] | None = None,
 ) -> Plan:
-    """The placement that streams least among those that fit beside `fixed`; more memory never streams more."""
+    """The placement that streams least among those that fit beside `fixed`; more memory never streams more.
+
+    on_host: named bytes that main memory holds beside the streamed layers.
+    """
     fixed_bytes = sum(fixed.values())
     fitting = [each for each in placements if fixed_bytes + each.total_bytes <= limit_bytes]
     if not fitting:
         smallest = min(placements, key=lambda each: each.total_bytes)
         raise _does_not_fit((*fixed.items(), *smallest.items), limit_bytes)
     best = min(fitting, key=lambda each: (each.streamed_bytes, len(each.streamed), each.total_bytes))
-    tiers, host_items = _rest(best, ram_bytes)
+    tiers, host_items = _rest(best, ram_bytes, tuple((on_host or {}).items()))
     return Plan(
         (*fixed.items(), *best.items),
         host_items,
@@ -181,25 +195,31 @@ def _placement(layers: Sequence[Sized], chosen: frozenset[int], num_slots: int) 
     )
 
 
-def _rest(placement: Placement, ram_bytes: int | None) -> tuple[tuple[Tier, ...], tuple[tuple[str, int], ...]]:
-    """Tier of every streamed layer and what main memory holds: as many layers as fit, spread among those on disk."""
-    sizes = placement.sizes
-    if ram_bytes is None or not sizes:
-        return ("disk",) * len(sizes), ()
-    if sum(sizes) <= ram_bytes:
-        return ("ram",) * len(sizes), (("arena", sum(sizes)),)
-    staging = 2 * max(sizes)
-    if staging > ram_bytes:
+def _rest(
+    placement: Placement, ram_bytes: int | None, on_host: tuple[tuple[str, int], ...]
+) -> tuple[tuple[Tier, ...], tuple[tuple[str, int], ...]]:
+    """Tier of every streamed layer and what main memory holds: beside `on_host` as many layers as fit, spread among
+    those on disk."""
+    sizes, held_bytes = placement.sizes, sum(nbytes for _, nbytes in on_host)
+    if ram_bytes is None:
+        return ("disk",) * len(sizes), on_host
+    if held_bytes + sum(sizes) <= ram_bytes:
+        return ("ram",) * len(sizes), (*on_host, ("arena", sum(sizes))) if sizes else on_host
+    staging = 2 * max(sizes, default=0)
+    room = ram_bytes - held_bytes - staging
+    if room < 0:
+        beside = "".join(f" beside the {name} ({_gb(nbytes)})" for name, nbytes in on_host)
         raise DoesNotFit(
-            f"{_gb(staging)} of main memory are needed at least to bring layers from the disk, the limit is"
-            f" {_gb(ram_bytes)}: raise --ram-limit, or take fewer --bits"
+            f"{_gb(held_bytes + staging)} of main memory are needed at least to bring layers from the disk{beside}, the"
+            f" limit is {_gb(ram_bytes)}: raise --ram-limit, or take fewer --bits"
         )
     moving = [i for i, nbytes in enumerate(placement.pass_bytes) if nbytes]  # the others are read once
     choices = ([moving[j] for j in _spread(count, len(moving))] for count in range(len(moving) + 1))
     held = {sum(sizes[i] for i in chosen): chosen for chosen in choices}
-    most = max(nbytes for nbytes in held if nbytes <= ram_bytes - staging)
+    most = max(nbytes for nbytes in held if nbytes <= room)
     chosen = frozenset(held[most])
-    return tuple("ram" if i in chosen else "disk" for i in range(len(sizes))), (("arena", most), ("staging", staging))
+    tiers = tuple("ram" if i in chosen else "disk" for i in range(len(sizes)))
+    return tiers, (*on_host, ("arena", most), ("staging", staging))
 
 
 def _spread(count: int, total: int) -> list[int]:

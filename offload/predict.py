@@ -4,14 +4,15 @@ Knows nothing of tokens: how many a tree of some size brings is data that the ca
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.hardware import Rates
-from offload.plan import DoesNotFit, Placement, Plan, beside_copy, fit
+from offload.plan import EMBEDDING, DoesNotFit, Placement, Plan, beside_copy, fit
 from offload.shape import Shape
 
 BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
+_GATHER_BPS = 2e9  # of rows that the CPU gathers and copies from pageable memory: assumed, on the low side
 
 
 @dataclass(frozen=True)
@@ -85,23 +86,40 @@ def choose(
 ) -> Choice:
     """The draft, the budget and the residents that together promise most tokens per second.
 
-    `fixed(draft, budget)` names the bytes beside the layers. Raises DoesNotFit if nothing fits.
+    `fixed(draft, budget)` names the bytes beside the layers. The embedding goes to main memory only where that promises
+    more. Raises DoesNotFit if nothing fits.
     """
     choices: list[Choice] = []
     refusal: DoesNotFit | None = None
     for draft in drafts:
         placed = [beside_copy(each, draft.layer_bytes) for each in placements] if draft.layer_bytes else placements
         for budget in budgets if draft.curve.tokens_per_pass(max(budgets))[1] > 1 else budgets[:1]:
-            try:
-                chosen = fit(placed, fixed=fixed(draft, budget), limit_bytes=limit_bytes, ram_bytes=ram_bytes)
-            except DoesNotFit as error:
-                refusal = refusal or error
-                continue
-            choices.append(Choice(chosen, draft, budget, predict(target, chosen, draft, budget, rates)))
+            for items, on_host in _sides(target, draft, fixed(draft, budget), ram_bytes):
+                try:
+                    chosen = fit(placed, fixed=items, limit_bytes=limit_bytes, ram_bytes=ram_bytes, on_host=on_host)
+                except DoesNotFit as error:
+                    refusal = refusal or error
+                    continue
+                choices.append(Choice(chosen, draft, budget, predict(target, chosen, draft, budget, rates)))
     if not choices:
         assert refusal is not None
         raise refusal
-    return max(choices, key=lambda each: each.prediction.tokens_per_s[1])
+    return max(choices, key=lambda each: (each.prediction.tokens_per_s[1], not each.plan.gathers_on_host))
+
+
+def _sides(
+    target: Shape, draft: Draft, items: Mapping[str, int], ram_bytes: int | None
+) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
+    """Items of the device and of main memory: with the embedding there, where that can be, and with it on the device.
+
+    The first leave the device most, so that a refusal names what is needed at least.
+    """
+    # The steps of a copy are recorded as CUDA graphs, in which nothing may wait for the host.
+    if ram_bytes is not None and not target.is_tied and not draft.layer_bytes:
+        staging = 2 * max(layer.slot_bytes for layer in target.layers)
+        if items[EMBEDDING] + staging <= ram_bytes:
+            yield {**items, EMBEDDING: 0}, {EMBEDDING: items[EMBEDDING]}
+    yield items, {}
 
 
 def predict(target: Shape, plan: Plan, draft: Draft, budget: int, rates: Rates) -> Prediction:
@@ -112,6 +130,7 @@ def predict(target: Shape, plan: Plan, draft: Draft, budget: int, rates: Rates) 
     slot_bytes = min(dict(plan.items)["slots"], plan.streamed_bytes)
     prefetched_s = min(draft_s, link_s * slot_bytes / plan.streamed_bytes) if plan.streamed_bytes else 0.0
     s_per_pass = max(link_s - prefetched_s, compute_s + rates.link_cost * link_s)
+    s_per_pass += _gather_s(target, plan, budget + 1)
     return Prediction(link_s, compute_s, s_per_pass, draft_s, draft.curve.tokens_per_pass(budget))
 
 
@@ -124,8 +143,8 @@ def link_seconds(plan: Plan, rates: Rates) -> float:
 def compute_seconds(shape: Shape, num_tokens: int, rates: Rates) -> float:
     """What scoring `num_tokens` takes with all weights at hand: the larger of arithmetic and reading the weights.
 
-    Quantized matrices are decoded first: read, written and read again in the compute type. Experts that no token
-    chooses are not read.
+    Quantized matrices are decoded first, for each chunk of tokens anew (for attention's, which are not, that is on the
+    high side): read, written and read again in the compute type. Experts that no token chooses are not read.
     """
     arithmetic_s = 2 * shape.num_used * num_tokens / rates.flops
     share = _share_read(shape, num_tokens)
@@ -135,6 +154,7 @@ def compute_seconds(shape: Shape, num_tokens: int, rates: Rates) -> float:
     if not shape.decoded_bytes:
         return layers_s + max(arithmetic_s, dense_bytes / rates.memory_bps)
     decode_s = (stored_bytes * share + dense_bytes) / (rates.decode_bps or rates.memory_bps)
+    decode_s *= -(-num_tokens // rates.chunk_rows)
     return layers_s + decode_s + max(arithmetic_s, dense_bytes / rates.memory_bps)
 
 
@@ -149,9 +169,8 @@ def _share_read(shape: Shape, num_tokens: int) -> float:
 
 def first_token_seconds(target: Shape, plan: Plan, draft: Draft, num_tokens: int, rates: Rates) -> float:
     """Prefill of `num_tokens`: the weights cross once, attention over all pairs of tokens is added."""
-    own = max(
-        link_seconds(plan, rates), compute_seconds(target, num_tokens, rates) + _pairs_s(target, num_tokens, rates)
-    )
+    compute_s = compute_seconds(target, num_tokens, rates) + _pairs_s(target, num_tokens, rates)
+    own = max(link_seconds(plan, rates), compute_s) + _gather_s(target, plan, num_tokens)
     if draft.shape is None:
         return own
     return own + compute_seconds(draft.shape, num_tokens, rates) + _pairs_s(draft.shape, num_tokens, rates)
@@ -161,6 +180,11 @@ def knee(target: Shape, plan: Plan, rates: Rates) -> int:
     """The number of nodes whose arithmetic takes as long as the link: N* = FLOPS x link seconds / (2 x weights)."""
     spare_s = link_seconds(plan, rates) - (compute_seconds(target, 1, rates) if target.decoded_bytes else 0.0)
     return max(1, int(spare_s * rates.flops / (2 * target.num_used)))
+
+
+def _gather_s(target: Shape, plan: Plan, num_tokens: int) -> float:
+    """What the embedding's rows take before the first layer can begin, where they come from main memory."""
+    return num_tokens * target.text.hidden_size * target.dtype.itemsize / _GATHER_BPS if plan.gathers_on_host else 0.0
 
 
 def _draft_s(draft: Draft, budget: int, rates: Rates) -> float:

@@ -17,9 +17,9 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return F.linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     if weight.dtype != torch.float32:
-        return F.linear(rows, weight, bias).view(*hidden.shape[:-1], -1)
+        return F.linear(rows, weight, bias).view(*hidden.shape[:-1], len(weight))
     product = (weight @ rows.T).T
-    return (product if bias is None else product + bias).reshape(*hidden.shape[:-1], -1)
+    return (product if bias is None else product + bias).reshape(*hidden.shape[:-1], len(weight))
 
 
 def put_weights_first(model: nn.Module) -> None:

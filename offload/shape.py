@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from offload.entries import TensorEntry
+from offload.gather import embedding_names, is_tied
 from offload.load import Outline, decoder_layers
 from offload.plan import Sized
 from offload.quantize import Int8, Nf4
@@ -21,12 +22,16 @@ Kind = tuple[tuple[str, tuple[int, ...]], ...]  # a layer's parameters: names an
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Names and shapes of a model's parameters, layer by layer, and of the `rest`: embedding, norm and head."""
+    """Names and shapes of a model's parameters, layer by layer, and of the `rest`: embedding, norm and head.
+
+    embedding: names of the input embedding's.
+    """
 
     config: PretrainedConfig
     layers: tuple[Kind, ...]
     rest: Kind
     is_eager: bool
+    embedding: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class Shape:
     decoded_bytes: of matrices that are stored in fewer bytes, in the compute type, those of one module, or 0.
     experts: how many there are and how many each token uses, or None.
     is_eager: whether attention keeps the scores of all pairs of tokens.
+    embedding: which of the rest the input embedding has.
     packed: the matrices of a layer that are decoded, where headers tell of them: to measure how fast that is.
     """
 
@@ -60,12 +66,23 @@ class Shape:
     decoded_bytes: int
     experts: tuple[int, int] | None
     is_eager: bool
+    embedding: frozenset[str]
     packed: tuple[TensorEntry, ...] = ()
 
     @property
     def text(self) -> PretrainedConfig:
         """The language model's part of the config."""
         return self.config.get_text_config(decoder=True)
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Of the input embedding, which the head may share."""
+        return sum(nbytes for name, nbytes in self.rest_bytes.items() if name in self.embedding)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head's matrix is the embedding's."""
+        return is_tied(self.config)
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -138,6 +155,7 @@ def _anatomy_of(model: PreTrainedModel) -> Anatomy:
         tuple(tuple((name, tuple(each.shape)) for name, each in layer.named_parameters()) for layer in layers),
         tuple((name, shape) for name, shape in named if not name.startswith(stem)),
         model.config._attn_implementation == "eager" or bool(getattr(text, "attn_logit_softcapping", None)),
+        embedding_names(model),
     )
 
 
@@ -176,4 +194,5 @@ def _shape(
         decoded_bytes,
         (total, used) if fused else None,
         parts.is_eager,
+        parts.embedding,
     )

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import torch
 
-from offload.plan import kv_cache_bytes, logits_bytes
-from offload.prefill import PREFILL_ROWS
+from offload.plan import EMBEDDING, kv_cache_bytes, logits_bytes
+from offload.prefill import chunk_rows
 from offload.shape import Shape
 
 # Kernels' code, thread stacks and allocator slack that appear with the first pass, beside the matrix that oneDNN
@@ -19,16 +19,15 @@ def working_bytes(target: Shape, device: torch.device, *, ctx: int, budget: int)
     """What computing takes beside layers and slots, for a context of `ctx` tokens and trees of `budget` nodes."""
     text, item = target.text, target.dtype.itemsize
     rows, scored = ctx + budget, budget + 1
-    embedding = sum(nbytes for name, nbytes in target.rest_bytes.items() if "embed" in name)
     kinds = len(set(getattr(text, "layer_types", None) or ["full_attention"]))
     scores = rows * rows * text.num_attention_heads * (2 * item + 4) if target.is_eager else 0
     return {
-        "embedding": embedding,
-        "norm and head": sum(target.rest_bytes.values()) - embedding,
+        EMBEDDING: target.embedding_bytes,
+        "norm and head": sum(target.rest_bytes.values()) - target.embedding_bytes,
         "KV cache": kv_cache_bytes(target.config, rows, target.dtype),
         "logits": logits_bytes(target.config, scored, target.dtype),
         "tree mask": kinds * scored * rows * item,
-        "activations": _activations_bytes(target, rows) + scores,
+        "activations": _activations_bytes(target, rows, chunk_rows(device)) + scores,
         "decoded matrix": target.decoded_bytes,
         "libraries' scratch": _CPU_SCRATCH_BYTES if device.type == "cpu" else _GPU_SCRATCH_BYTES,
     }
@@ -49,11 +48,11 @@ def draft_bytes(draft: Shape, *, rows: int, batch: int, is_copy: bool) -> Mappin
     }
 
 
-def _activations_bytes(shape: Shape, rows: int) -> int:
+def _activations_bytes(shape: Shape, rows: int, most_rows: int) -> int:
     """What lives at once at the widest place: hidden states of all rows, and an MLP's inner values of one chunk."""
     text = shape.text
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     if shape.experts is not None:
         each = getattr(text, "moe_intermediate_size", None) or inner
         inner = max(inner, shape.experts[1] * (each + text.hidden_size))
-    return (rows * 4 * text.hidden_size + min(rows, PREFILL_ROWS) * 3 * inner) * shape.dtype.itemsize
+    return (rows * 4 * text.hidden_size + min(rows, most_rows) * 3 * inner) * shape.dtype.itemsize

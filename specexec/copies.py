@@ -3,6 +3,8 @@
 import torch
 from transformers import PreTrainedModel
 
+from specexec.device import compute_device
+
 _NEARNESS = 0.2  # of embeddings, relative: 4 bits err by a tenth, another model by more than one
 _SAMPLE = 256
 _SAME = (
@@ -27,7 +29,8 @@ def is_copy(model: PreTrainedModel, original: PreTrainedModel) -> bool:
     mine, theirs = model.config.get_text_config(), original.config.get_text_config()
     if any(getattr(mine, name, None) != getattr(theirs, name, None) for name in _SAME):
         return False
-    ids = torch.linspace(0, mine.vocab_size - 1, _SAMPLE, device=model.get_input_embeddings().weight.device).long()
-    rows = model.get_input_embeddings()(ids).float().cpu()
-    others = original.get_input_embeddings()(ids.to(original.get_input_embeddings().weight.device)).float().cpu()
+    ids = torch.linspace(0, mine.vocab_size - 1, _SAMPLE).long()
+    rows, others = (
+        each.get_input_embeddings()(ids.to(compute_device(each))).float().cpu() for each in (model, original)
+    )
     return bool((rows - others).norm() <= _NEARNESS * others.norm())

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from specexec.device import compute_device
+
 EMBEDDING = -1  # the layer id of what goes into the first layer
 
 
@@ -41,7 +43,7 @@ class FeatureTap:
         self._layers, self._final_norm, self._commit = tuple(layers), final_norm, commit
         self._size = model.config.get_text_config().hidden_size
         self.width = self._size * (len(layers) + final_norm)
-        device = model.get_input_embeddings().weight.device
+        device = compute_device(model)
         self._rows = torch.zeros(max_rows, self.width, dtype=model.dtype, device=device)
 
     def rows(self, context: np.ndarray) -> torch.Tensor | None:

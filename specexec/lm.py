@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 from transformers.masking_utils import AttentionMaskInterface, create_masks_for_generate
 
+from specexec.device import compute_device
 from specexec.features import FeatureTap
 from specexec.frames import Frame, Recorder, frame_shape, make_frame
 from specexec.tree import TokenTree, ancestors, depths, is_chain
@@ -121,7 +122,7 @@ class CachedLM:
     ) -> None:
         self.model = model
         self._rows_of = rows_of
-        self.device = model.get_input_embeddings().weight.device
+        self.device = compute_device(model)
         self.max_rows = max_rows
         config = model.config.get_text_config()
         self.vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)

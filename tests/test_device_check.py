@@ -33,9 +33,8 @@ def test_rates_are_measured_and_everything_fits_in_json(found):
 
 
 def test_streamed_logits_equal_resident_ones(found):
-    assert found["equal_logits"] == dict.fromkeys(
-        [f"{bits} bits, {tier}" for bits in (16, 4) for tier in ("ram", "disk")], True
-    )
+    ways = ("ram", "disk", "embedding in main memory")
+    assert found["equal_logits"] == dict.fromkeys([f"{bits} bits, {way}" for bits in (16, 4) for way in ways], True)
 
 
 def test_copies_and_compute_keep_their_order_and_faults_are_noticed(found):

@@ -1,6 +1,7 @@
 """The same seed gives the same text with EAGLE-3 and MTP drafts, whatever the budget, resident and streamed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import eagles
 import mtps
@@ -78,12 +79,15 @@ def test_text_does_not_depend_on_draft_or_budget(family: str, params: SamplingPa
     assert text_of(target, grafted, params, 16)[0] == expected
 
 
-@pytest.mark.parametrize(("family", "resident"), [("llama", 0), ("gemma3_text", 2)])
-def test_streamed_text_equals_the_resident_model_s(family: str, resident: int, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("family", "resident", "on_host"), [("llama", 0, ()), ("gemma3_text", 2, ()), ("llama", 1, (("embedding", 81920),))]
+)
+def test_streamed_text_equals_the_resident_model_s(family: str, resident: int, on_host: tuple, tmp_path) -> None:
     model = tiny_model(family)
     checkpoint, attention = open_checkpoint(save(model, tmp_path)), attention_of(model.config)
     layers = outline(checkpoint, attn_implementation=attention).layers
     chosen = plan(layers, fixed={}, limit_bytes=2**40, num_slots=2, resident=resident)
+    chosen = replace(chosen, host_items=on_host)
     with load_model(checkpoint, chosen, attn_implementation=attention) as loaded:
         assert loaded.streamer is not None
         for kind, params in ((kind, params) for kind in KINDS for params in (SamplingParams(), PENALISED)):

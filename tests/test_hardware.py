@@ -13,6 +13,7 @@ from offload import hardware as hardware_module
 from offload import store as store_module
 from offload.entries import TensorEntry
 from offload.hardware import (
+    READINGS,
     measure_decode_bps,
     measure_rates,
     measure_read_bps,
@@ -91,3 +92,7 @@ def test_as_many_requests_as_the_disk_takes_at_once(tmp_path, monkeypatch, takes
     assert measure_reading([file], 13 << 20) == ways[0]
     rate = measure_read_bps([file], 4 << 20, reading=chosen)
     assert rate < 1.1 * num_requests * (128 << 10) / 0.004
+
+
+def test_a_stretch_is_read_by_as_many_requests_as_a_way_has():
+    assert all(hardware_module._STRETCH_BYTES // way.request_bytes >= way.num_requests for way in READINGS[1:])

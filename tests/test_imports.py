@@ -23,6 +23,7 @@ ORDER = {
     "specexec": [
         *(
             "tree",
+            "device",
             "features",
             "frames",
             "lm",
@@ -38,8 +39,8 @@ ORDER = {
     ],
     "offload": [
         *("entries", "quantize", "ggml", "gguf", "prequantized", "manifest", "checkpoint", "names", "layout", "store"),
-        *("product", "stream", "hardware", "plan", "prefill", "overflow", "load", "shape", "working", "predict"),
-        *("replay", "pack"),
+        *("product", "stream", "prefill", "hardware", "plan", "overflow", "gather", "load", "shape", "working"),
+        *("predict", "replay", "pack"),
     ],
 }
 

@@ -125,6 +125,22 @@ def test_a_copy_that_drafts_holds_the_streamed_layers_only(copied):
     assert before == 0
 
 
+def test_what_main_memory_holds_beside_layers():
+    def held(ram, limit=60):
+        on_host = {"embedding": 30 * MB}
+        chosen = fit(place(ALIKE), fixed={}, limit_bytes=limit * MB, ram_bytes=ram * MB, on_host=on_host)
+        assert chosen.gathers_on_host
+        return {name: nbytes // MB for name, nbytes in chosen.host_items}
+
+    assert not fit(place(ALIKE), fixed={}, limit_bytes=60 * MB).gathers_on_host
+    assert held(30, limit=120) == {"embedding": 30}  # every layer stays
+    assert held(110) == {"embedding": 30, "arena": 80}
+    assert held(109) == {"embedding": 30, "arena": 50, "staging": 20}
+    assert held(50) == {"embedding": 30, "arena": 0, "staging": 20}
+    with pytest.raises(DoesNotFit, match=r"main memory are needed at least .*embedding \(0.03 GB\).*--ram-limit"):
+        held(49)
+
+
 def test_cache_and_logits_of_a_real_shape():
     config = tiny.tiny_config("qwen3", num_hidden_layers=3)
     assert kv_cache_bytes(config, 100, torch.bfloat16) == 2 * 3 * 2 * 32 * 100 * 2

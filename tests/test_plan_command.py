@@ -61,6 +61,8 @@ def test_a_machine_and_a_model_that_are_not_here(described, capsys):
     report = json.loads(text.splitlines()[-1])
     assert report["tiers"]["ram"] == report["num_streamed"] > 0
     assert report["host_memory"]["arena"] == report["streamed_bytes"]
+    assert (report["memory"]["embedding"], report["host_memory"]["embedding"]) == (0, 128256 * 8192 * 2)
+    assert "RAM:      2.1 GB  embedding" in text
     assert 0.9 < report["s_per_pass"] < 1.6
     assert report["budget"] > 64
 

@@ -1,6 +1,7 @@
 """Plans and speeds of machines and models that are not here: memory kept, more never slower, published points met."""
 
 import re
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -104,6 +105,11 @@ def test_every_machine_with_every_model(gpu, ram):
             assert sorted(plan.resident + plan.streamed) == list(range(len(shaped(name, bits).layers)))
             assert plan.ram_bytes <= plan.streamed_bytes
             assert len(plan.tiers) == len(plan.streamed)
+            assert [dict(plan.items)["embedding"], dict(plan.host_items).get("embedding", 0)] in (
+                [shaped(name, bits).embedding_bytes, 0],
+                [0, shaped(name, bits).embedding_bytes],
+            )
+            assert not (plan.gathers_on_host and shaped(name, bits).is_tied)
             assert prediction.s_per_pass >= prediction.compute_s > 0
             low, likely, high = prediction.tokens_per_s
             assert 0 < low <= likely <= high
@@ -211,8 +217,9 @@ def test_draft_caches_logits_and_other_programs_are_counted():
     assert items["draft's KV cache"] == 2 * 32 * 8 * 128 * (4096 + 1023) * 2
     busy = replace(machine, hardware=replace(machine.hardware, free_bytes=machine.hardware.free_bytes - 4 * GB))
     small = model_draft("model", shaped("Llama 3 8B", 4))
-    kept = [len(placed("Llama 3 70B", 4, each, draft=small).plan.resident) for each in (machine, busy)]
-    assert kept[1] < kept[0] - 6
+    kept = [dict(placed("Llama 3 70B", 4, each, draft=small).plan.items) for each in (machine, busy)]
+    ample, scarce = (items["resident layers"] + items["embedding"] for items in kept)
+    assert ample - 5 * GB < scarce < ample - 3 * GB
 
 
 def test_a_copy_of_the_target_costs_what_the_target_does_not_keep():
@@ -251,6 +258,90 @@ def test_draft_and_budget_are_chosen_together():
     assert choice.draft.kind == "small"
     alone = [best([draft], (budget,)) for draft in drafts for budget in BUDGETS]
     assert choice.prediction.tokens_per_s[1] == max(each.prediction.tokens_per_s[1] for each in alone)
+
+
+def on_device(target):
+    """The same sizes, of a model whose embedding has to stay where the head is."""
+    config = deepcopy(target.config)
+    config.tie_word_embeddings = True
+    return replace(target, config=config)
+
+
+def planned(target, draft, machine, *, limit=None, ram=None):
+    return decide(
+        target,
+        [draft],
+        machine,
+        ctx=2048,
+        budgets=BUDGETS,
+        slots=2,
+        resident=None,
+        limit_bytes=device_limit(machine.hardware, limit, None),
+        ram_bytes=ram_room(machine.hardware, ram),
+    )
+
+
+@pytest.mark.parametrize(("bits", "draft_bits"), [(16, 4), (4, 16)])
+def test_an_embedding_in_main_memory_leaves_room_for_layers(bits, draft_bits):
+    machine, target = named_machine("RTX 4090", 256 * GB, 3e9), shaped("Llama 3 70B", bits)
+    draft = model_draft("model", shaped("Llama 3 8B", draft_bits))
+    choice, without = planned(target, draft, machine), planned(on_device(target), draft, machine)
+    assert choice.plan.gathers_on_host and not without.plan.gathers_on_host
+    assert dict(choice.plan.host_items)["embedding"] == dict(without.plan.items)["embedding"] == 128256 * 8192 * 2
+    spared = without.plan.streamed_bytes - choice.plan.streamed_bytes
+    each = target.layers[0].slot_bytes
+    assert spared % each == 0 and abs(spared - 128256 * 8192 * 2) < each
+    assert choice.prediction.tokens_per_s[1] > without.prediction.tokens_per_s[1]
+
+
+def test_the_embedding_stays_where_nothing_is_gained():
+    target, draft = shaped("Llama 3 70B", 4), model_draft("model", shaped("Llama 3 8B", 4))
+    copy = model_draft("self", shaped("Llama 3 8B", 4), is_self=True)
+    small = named_machine("RTX 4090", 64 * GB, 3e9)
+    for chosen in (
+        planned(target, draft, named_machine("H200", 64 * GB, 3e9)),  # all of it fits
+        planned(target, draft, named_machine("none", 32 * GB, 3e9)),  # there is one memory
+        planned(target, draft, small, ram=2 * GB),  # main memory is too small, and layers come from the disk
+        planned(shaped("Llama 3 8B"), copy, small, limit=12 * GB),  # recorded steps cannot wait for the host
+        planned(shaped("Qwen3 4B"), draft, named_machine("RTX 3060 12GB", 64 * GB, 3e9), limit=9 * GB),  # tied
+    ):
+        assert not chosen.plan.gathers_on_host
+        assert chosen.plan.streamed or chosen.plan.limit_bytes > 60 * GB
+
+
+@pytest.mark.parametrize("ram", range(2, 44, 3))
+def test_main_memory_goes_to_the_embedding_or_to_layers(ram):
+    """Whatever there is of it, the better of both ways is taken, and more is never slower."""
+    target, draft = shaped("Llama 3 70B", 4), model_draft("model", shaped("Llama 3 8B", 4))
+    machine = named_machine("RTX 4090", 64 * GB, 3e9)
+    chosen, without, more = (
+        planned(each, draft, machine, ram=nbytes).prediction.tokens_per_s[1]
+        for each, nbytes in ((target, ram * GB), (on_device(target), ram * GB), (target, (ram + 1) * GB))
+    )
+    assert without <= chosen <= more * (1 + 1e-9)
+
+
+def test_an_embedding_in_main_memory_may_be_what_makes_it_fit():
+    target, machine, draft = shaped("Llama 3 70B", 4), named_machine("RTX 4090", 64 * GB, 3e9), plain_draft("ngram")
+    with pytest.raises(DoesNotFit, match=r"embedding 2.10 GB") as refusal:
+        planned(on_device(target), draft, machine, limit=GB)
+    needed = float(str(refusal.value).partition(" GB are needed at least")[0])
+    with pytest.raises(DoesNotFit) as refusal:
+        planned(target, draft, machine, limit=GB)
+    least = float(str(refusal.value).partition(" GB are needed at least")[0])
+    assert least == pytest.approx(needed - 2.1, abs=0.02)  # all three are rounded
+    assert planned(target, draft, machine, limit=round((needed - 2) * GB)).plan.gathers_on_host
+
+
+def test_rows_that_cross_take_their_time():
+    target, machine, none = shaped("Llama 3 70B", 4), named_machine("RTX 4090", 64 * GB, 3e9), plain_draft("none")
+    placements = place(target.layers, resident=8)
+    plans = [
+        fit(placements, fixed={}, limit_bytes=25 * GB, ram_bytes=60 * GB, on_host=each)
+        for each in ({}, {"embedding": GB})
+    ]
+    alone, gathered = (predict(target, each, none, 63, machine.rates).s_per_pass for each in plans)
+    assert gathered - alone == pytest.approx(64 * 8192 * 2 / 2e9)
 
 
 def test_curves_rise_and_name_their_source():

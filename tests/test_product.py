@@ -9,7 +9,7 @@ from offload.product import linear, put_weights_first
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(5,), (1, 5), (3, 5), (1, 7, 5), (2, 3, 4, 5)])
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (1, 0, 5), (3, 5), (1, 7, 5), (2, 3, 4, 5)])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_equal_to_torch(dtype, shape, has_bias):
     torch.manual_seed(1)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from specexec.device import compute_device
 from specexec.drafters import DraftLM
 from specexec.lm import as_ids
 
@@ -22,8 +23,9 @@ class TranslatedLM:
     def __init__(self, lm: DraftLM, to_draft: np.ndarray, retokenize: Callable[[np.ndarray], np.ndarray]) -> None:
         self._lm, self._to_draft, self._retokenize = lm, to_draft, retokenize
         self.model, self.layers, self.vocab_size = lm.model, lm.layers, len(to_draft)
-        self._common = torch.from_numpy(np.flatnonzero(to_draft >= 0)).to(lm.model.device)
-        self._columns = torch.from_numpy(to_draft).to(lm.model.device)[self._common]
+        device = compute_device(lm.model)
+        self._common = torch.from_numpy(np.flatnonzero(to_draft >= 0)).to(device)
+        self._columns = torch.from_numpy(to_draft).to(device)[self._common]
 
     @property
     def num_free(self) -> int:

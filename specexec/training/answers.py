@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, StaticCache
 
+from specexec.device import compute_device
+
 
 @dataclass(frozen=True)
 class Speech:
@@ -54,7 +56,7 @@ def speak(
 
     layers: whose outputs to keep beside the tokens, by their number; None keeps nothing.
     """
-    device = model.get_input_embeddings().weight.device
+    device = compute_device(model)
     width = max(len(prompt) for prompt in prompts)
     skipped = [width - len(prompt) for prompt in prompts]
     rows = [_Row(list(prompt), manner, number) for number, prompt in enumerate(prompts)]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from specexec.device import compute_device
 from specexec.lm import CachedLM
 from specexec.training.answers import listening
 from specexec.training.corpus import Text
@@ -46,7 +47,7 @@ class Batch:
 
 def collate(texts: Sequence[Text], seeds: Sequence[int], *, model: PreTrainedModel, layers: Sequence[int]) -> Batch:
     """A batch on the model's device; features that the texts do not bring are computed by the model."""
-    device = model.get_input_embeddings().weight.device
+    device = compute_device(model)
     length = max(len(text.ids) for text in texts)
     ids = torch.stack([F.pad(torch.from_numpy(text.ids), (0, length - len(text.ids))) for text in texts]).to(device)
     if texts[0].features is None:
