@@ -40,7 +40,7 @@ DRAFTERS = {
     "window": lambda target: ModelDrafter(WindowedLM(draft_lm(), 8)),
     "translated": lambda target: ModelDrafter(TranslatedLM(draft_lm(), np.arange(len(TOKENIZER)), lambda ids: ids)),
     "graft": lambda target: GraftDrafter(ModelDrafter(draft_lm()), SuffixDrafter()),
-    "graft of a chain": lambda target: GraftDrafter(NGramDrafter(), ChainDrafter(ModelDrafter(draft_lm()))),
+    "graft of a chain": lambda target: GraftDrafter(ChainDrafter(ModelDrafter(draft_lm())), SuffixDrafter()),
     "eagle3": lambda target: learned_drafter("eagle3 safeailab", target),
     "mtp": lambda target: learned_drafter("mtp glm two dense", target),
     "graft of mtp": lambda target: GraftDrafter(learned_drafter("mtp speculators", target), SuffixDrafter()),

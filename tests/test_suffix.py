@@ -5,20 +5,12 @@ import pytest
 from oracles import random_tree
 
 from specexec.budget import Budget
-from specexec.drafters.graft import GraftDrafter, best_of
+from specexec.drafters.graft import GraftDrafter, best_of, paths_of
 from specexec.drafters.suffix import SuffixDrafter
 from specexec.lm import as_ids
 from specexec.tree import ROOT, TokenTree, depths
 
 PASSAGE = [21, 22, 23, 24, 25, 26, 27, 28]
-
-
-def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
-    """Every node's path of tokens and its score."""
-    found: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
-        found.append((*(found[parent] if parent != ROOT else ()), token))
-    return dict(zip(found, tree.scores.tolist(), strict=True))
 
 
 def test_the_longest_match_is_followed() -> None:
@@ -75,23 +67,81 @@ def test_room_and_depth_are_kept() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_graft_is_the_best_part_of_the_union(seed: int) -> None:
     first, second = random_tree(12, 14, seed), random_tree(15, 15, seed + 50)
-    united = paths(first)
-    for path, score in paths(second).items():
+    united = paths_of(first)
+    for path, score in paths_of(second).items():
         united[path] = max(united.get(path, -np.inf), score)
     for num_nodes in (1, 6, 40):
-        grafted = best_of(first, second, num_nodes)
-        found = paths(grafted)
+        grafted = best_of(united, num_nodes)
+        found = paths_of(grafted)
         assert len(found) == len(grafted) == min(num_nodes, len(united))  # no path twice
         assert all(united[path] == score for path, score in found.items())
         assert sorted(found.values()) == sorted(united.values())[-len(found) :]
         assert (grafted.parents < np.arange(len(grafted))).all()
 
 
-def test_a_graft_asks_both() -> None:
-    class Fixed:
-        def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
-            return TokenTree(as_ids([1, 2]), as_ids([-1, -1]), np.log(np.array([0.5, 0.1], np.float32)))
+class Fixed:
+    """A drafter that always guesses the same tree."""
 
+    layers = ()
+
+    def __init__(self, tree: TokenTree) -> None:
+        self._tree = tree
+
+    def propose(self, context: np.ndarray, budget: Budget) -> TokenTree:
+        return self._tree
+
+
+def guesses(tokens: list[int], parents: list[int], probabilities: list[float]) -> Fixed:
+    return Fixed(TokenTree(as_ids(tokens), as_ids(parents), np.log(np.array(probabilities, np.float32))))
+
+
+def test_a_graft_asks_both() -> None:
     text = as_ids([*PASSAGE, *PASSAGE[:5]])
-    tree = GraftDrafter(Fixed(), SuffixDrafter()).propose(text, Budget(4, 9))
+    tree = GraftDrafter(guesses([1, 2], [ROOT, ROOT], [0.5, 0.1]), SuffixDrafter()).propose(text, Budget(4, 9))
     assert {1, *PASSAGE[5:8]} == set(tree.tokens.tolist())
+
+
+def test_repetition_goes_on_behind_what_the_model_guesses() -> None:
+    text = as_ids([*PASSAGE, 90, *PASSAGE[:4], 91])  # nothing like its end has been seen before
+    assert not len(SuffixDrafter().propose(text, Budget(12, 9)))
+    model = guesses([7, *PASSAGE[:2]], [ROOT, ROOT, 1], [0.5, 0.4, 0.3])
+    tree = GraftDrafter(model, SuffixDrafter()).propose(text, Budget(12, 9))
+    found = paths_of(tree)
+    assert tuple(PASSAGE[:6]) in found and (7,) in found
+    np.testing.assert_allclose(found[tuple(PASSAGE[:2])], np.log(0.3), rtol=1e-6)
+    assert found[tuple(PASSAGE[:3])] < found[tuple(PASSAGE[:2])]
+
+
+def test_disputes_are_settled_by_how_earlier_ones_ended() -> None:
+    model = guesses([5], [ROOT], [0.6])  # never what comes
+    text, drafter, scores = PASSAGE * 12, GraftDrafter(model, SuffixDrafter()), []
+    for end in range(20, 80, 2):
+        tree = drafter.propose(as_ids(text[:end]), Budget(4, 9))
+        scores.append(paths_of(tree)[(text[end],)])
+    assert scores[0] < np.log(0.4) and scores[-1] > np.log(0.75)
+    agreeing = GraftDrafter(guesses([text[20]], [ROOT], [0.6]), SuffixDrafter())
+    assert paths_of(agreeing.propose(as_ids(text[:20]), Budget(4, 9)))[(text[20],)] > np.log(0.6)
+
+
+def test_where_repetition_leads_it_is_not_asked_again() -> None:
+    class Counting(SuffixDrafter):
+        asked: list[list[int]] = []  # noqa: RUF012  (of the one instance below)
+
+        def beyond(self, path: np.ndarray, budget: Budget) -> TokenTree:
+            self.asked.append(path.tolist())
+            return super().beyond(path, budget)
+
+    text = as_ids([*PASSAGE, 90, *PASSAGE[:4]])
+    model = guesses([*PASSAGE[4:6], 5], [ROOT, 0, ROOT], [0.5, 0.4, 0.1])
+    GraftDrafter(model, suffix := Counting()).propose(text, Budget(12, 9))
+    assert suffix.asked == [[5]]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_graft_keeps_room_and_depth(seed: int) -> None:
+    text = as_ids(np.random.default_rng(seed).integers(0, 5, 200))
+    for num_nodes, max_depth in ((1, 4), (7, 4), (7, 30), (40, 4), (40, 30)):
+        model = random_tree(4, 5, seed)
+        tree = GraftDrafter(Fixed(model), SuffixDrafter()).propose(text, Budget(num_nodes, max_depth))
+        assert 0 < len(tree) <= num_nodes and depths(tree.parents).max() <= max_depth
+        assert (tree.parents < np.arange(len(tree))).all() and (np.diff(tree.scores) <= 0).all()

@@ -32,6 +32,7 @@ class SuffixDrafter:
         for text in texts:
             self._remember(text)
         self._text = np.empty(0, np.int64)
+        self._known = self._past  # all that is searched: earlier texts and the present one
         self._trust = Trust()
 
     @property
@@ -44,34 +45,39 @@ class SuffixDrafter:
         """Guess what follows `context`; see Drafter."""
         if not self._trust.goes_on(context):
             self._remember(self._text)
-        self._text = context
-        tree, length = self._best_tree(np.concatenate([self._past, context]), budget)
+        self._text, self._known = context, np.concatenate([self._past, context])
+        tree, length = self._best_tree(context, budget)
         self._trust.remember(context, tree, length)
         return tree
 
-    def _best_tree(self, text: np.ndarray, budget: Budget) -> tuple[TokenTree, int]:
-        ends, lengths = self._matches(text)
+    def beyond(self, path: np.ndarray, budget: Budget) -> TokenTree:
+        """Guess what follows `path`, tokens (int64 [length]) that may come behind the context last proposed for."""
+        return self._best_tree(np.concatenate([self._text[-self._max_match :], path]), budget)[0]
+
+    def _best_tree(self, recent: np.ndarray, budget: Budget) -> tuple[TokenTree, int]:
+        """What should follow the tokens `recent`, and how many of them the match has."""
+        ends, lengths = self._matches(recent[-self._max_match :])
         best, best_length, best_value = empty_tree(), 0, 0.0
         depth = min(budget.max_depth, budget.num_nodes)
         for length in np.unique(lengths)[::-1]:
             # Of equally long matches the latest count; shorter ones contain the longer.
             chosen = ends[lengths >= length][::-1][:_MOST_MATCHES]
             trust = self._trust.behind(int(length))
-            tree = grow([text[end : end + depth] for end in chosen], budget.num_nodes, trust=trust)
+            tree = grow([self._known[end : end + depth] for end in chosen], budget.num_nodes, trust=trust)
             value = float(np.exp(tree.scores).sum())
             if value > best_value:
                 best, best_length, best_value = tree, int(length), value
         return best, best_length
 
-    def _matches(self, text: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Positions behind earlier occurrences of the last token, and how many tokens agree there."""
-        ends = np.flatnonzero(text[:-1] == text[-1]) + 1
+    def _matches(self, recent: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Positions behind occurrences of the last of `recent`, and how many tokens agree there."""
+        ends = np.flatnonzero(self._known[:-1] == recent[-1]) + 1
         lengths = np.ones(len(ends), np.int64)
         alive = np.arange(len(ends))
-        for back in range(2, self._max_match + 1):
-            alive = alive[(ends[alive] >= back) & (len(text) > back)]
-            alive = alive[text[ends[alive] - back] == text[-back]]
-            if not len(alive) or text[-back] == _NOTHING:
+        for back in range(2, len(recent) + 1):
+            alive = alive[ends[alive] >= back]
+            alive = alive[self._known[ends[alive] - back] == recent[-back]]
+            if not len(alive):
                 break
             lengths[alive] = back
         return ends, lengths
