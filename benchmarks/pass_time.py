@@ -6,8 +6,8 @@ The demo model widened 16 times, stored in bf16, streams in a memory cgroup of 1
 object.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from limits import in_cgroup, make_cgroup, widened_demo
@@ -37,15 +37,18 @@ def draw(cases: dict[int, dict], file: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("png", nargs="?", type=Path, default=Path("docs/pass_time.png"))
+    options = parser.parse_args()
     _, wide = widened_demo(16)
     folder = make_cgroup(LIMIT)
     cases: dict[int, dict] = {}
     for budget in BUDGETS:
-        options = ["--worker", "--target", str(wide), "--passes", "5", "--budget", str(budget)]
-        cases[budget] = in_cgroup(folder, WORKER, options)
+        case = ["--worker", "--target", str(wide), "--passes", "5", "--budget", str(budget)]
+        cases[budget] = in_cgroup(folder, WORKER, case)
         print(budget, json.dumps(cases[budget]), flush=True)
     folder.rmdir()
-    draw(cases, Path(sys.argv[1] if len(sys.argv) > 1 else "docs/pass_time.png"))
+    draw(cases, options.png)
     print(json.dumps({"budgets": cases}))
 
 

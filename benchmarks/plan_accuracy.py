@@ -102,7 +102,7 @@ def measure(
             "s_per_pass": statistics.median(seconds),
             "time_error": prediction.s_per_pass / statistics.median(seconds) - 1,
             "error_at_measured_rate": later.s_per_pass / statistics.median(seconds) - 1,
-            "is_link_bound": later.link_s > later.compute_s,
+            "is_link_bound": later.s_per_pass <= later.link_s,
             "link_bps": sum(streamed) / sum(seconds),
             "planned_raw_bps": running.raw_link_bps,
             "raw_bps": raw,
