@@ -1,16 +1,19 @@
 """The command line: one line and the right exit code for all that can be wrong, text and figures for the rest."""
 
+import inspect
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from gguf import GGUFWriter
 from tiny_tokenizer import word_tokenizer
 
-from app.cli import main
+from app.cli import main, serve
 
 CALL = [sys.executable, "-c", "import sys; from app.cli import main; sys.exit(main())"]
 TINY = ["--dtype", "float32", "--max-tokens", "12", "--ctx", "128", "--budget", "8"]
@@ -209,3 +212,9 @@ def test_closed_pipe_ends_quietly():
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(), errors) == (0, b"")
+
+
+def test_the_readme_asks_where_serve_listens():
+    text = (Path(__file__).parent.parent / "README.md").read_text().partition("While `specexec serve` runs")[2]
+    default = inspect.signature(serve).parameters["port"].default
+    assert re.findall(r"127\.0\.0\.1:(\d+)/v1", text) == [str(default)] * 2
