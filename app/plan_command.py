@@ -61,8 +61,8 @@ def show_plan(chosen: Resolved, elsewhere: Elsewhere, given: Mapping[str, str], 
         code = 1
     else:
         helpful, advice = levers(question, choice), _advice(question, shape, choice)
-        lines += _memory_lines(choice.plan)
-        lines += [f"verdict: {_verdict(choice.plan)}", *_speed_lines(question, shape, choice)]
+        lines += memory_lines(choice.plan)
+        lines += [f"verdict: {verdict(choice.plan)}", *_speed_lines(question, shape, choice)]
         lines += advice_lines(advice)
         lines += [f"lever: x{each.gain:.2g}  {_command(given, each)}  ({each.why})" for each in helpful]
         report = _report(question, shape, choice)
@@ -80,7 +80,7 @@ def verdict_line(chosen: Resolved, *, offline: bool, in_place_of: Plan | None = 
         _, choice = forecast(question)
     except DoesNotFit as error:
         return f"does not fit: {error}"
-    return f"{_verdict(choice.plan)}; about {choice.prediction.tokens_per_s[1]:.2g} tokens/s expected"
+    return f"{verdict(choice.plan)}; about {choice.prediction.tokens_per_s[1]:.2g} tokens/s expected"
 
 
 def outlook(
@@ -99,7 +99,7 @@ def outlook(
         _, choice = forecast(_question(chosen, elsewhere, offline=offline, look=look, in_place_of=in_place_of))
     except DoesNotFit:
         return "does not fit", None
-    return _verdict(choice.plan).partition(":")[0], choice.prediction.tokens_per_s[1]
+    return verdict(choice.plan).partition(":")[0], choice.prediction.tokens_per_s[1]
 
 
 def _question(
@@ -162,13 +162,15 @@ def _measured(target: Blueprint, device: str, shape: Shape, nodes: int, disk_bps
     return replace(machine, facts=(*machine.facts, f"disk {disk / 1e9:.2f} GB/s ({said})"))
 
 
-def _memory_lines(plan: Plan) -> list[str]:
+def memory_lines(plan: Plan) -> list[str]:
+    """Every item of the device's memory and of main memory, a line each."""
     lines = [f"memory: {format_size(nbytes):>8}  {name}" for name, nbytes in plan.items if nbytes]
     lines.append(f"memory: {format_size(plan.total_bytes):>8}  in all, of {format_size(plan.limit_bytes)}")
     return lines + [f"RAM:    {format_size(nbytes):>8}  {name}" for name, nbytes in plan.host_items]
 
 
-def _verdict(plan: Plan) -> str:
+def verdict(plan: Plan) -> str:
+    """Whether all of the model stays, and what crosses the link if not, in words."""
     if not plan.streamed_bytes:
         return "fits: all layers stay in memory, nothing needs to stream"
     layers = f"{len(plan.resident)} layers resident, {len(plan.streamed)} streamed,"
@@ -235,7 +237,7 @@ def _report(question: Question, shape: Shape, choice: Choice) -> dict[str, objec
     plan, prediction = choice.plan, choice.prediction
     low, likely, high = prediction.tokens_per_s
     return {
-        "verdict": _verdict(plan),
+        "verdict": verdict(plan),
         "target": question.target.name,
         "bits": question.bits,
         "draft": choice.draft.kind,

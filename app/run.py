@@ -10,6 +10,7 @@ from itertools import chain
 from app.divergence import first_divergence, in_words
 from app.environment import is_offline
 from app.launch import Running, open_session
+from app.plan_command import memory_lines, verdict
 from app.progress import watching
 from app.session import Chunk, begun
 from app.settings import Resolved
@@ -111,12 +112,8 @@ def _tell(running: Running) -> None:
     if checkpoint.quantization is not None:
         kept = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in checkpoint.unquantized})
         _note(f"weights: {checkpoint.quantization}; stored as they are: {', '.join(kept) or 'none'}")
-    for name, num_bytes in running.plan.items:
-        _note(f"memory: {format_size(num_bytes):>8}  {name}")
-    for name, num_bytes in running.plan.host_items:
-        _note(f"RAM:    {format_size(num_bytes):>8}  {name}")
-    layers = f"{len(running.plan.resident)} layers resident, {len(running.plan.streamed)} streamed"
-    _note(f"memory: {format_size(running.plan.total_bytes)} of {format_size(running.plan.limit_bytes)}, {layers}")
+    for line in (*memory_lines(running.plan), f"verdict: {verdict(running.plan)}"):
+        _note(line)
 
 
 def _compare(stats: Stats, running: Running, peak_bytes: int) -> None:

@@ -101,7 +101,7 @@ def test_prompt_from_standard_input_and_raw(chat_model, capsys, monkeypatch):
 def test_verbose_tells_origins_and_memory(chat_model, capsys):
     _, _, status = run(capsys, "x", "--target", chat_model, *TINY, "--verbose")
     assert "budget = 8 (flag)" in status
-    assert "KV cache" in status
+    assert "KV cache" in status and "verdict: fits" in status
 
 
 @pytest.mark.parametrize(
