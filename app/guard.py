@@ -1,5 +1,7 @@
 """What is checked before a request is read: its size, its key, its type, and that no web page stands behind it."""
 
+import asyncio
+import contextlib
 import hmac
 import json
 from collections.abc import Collection
@@ -9,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.answers import Json, problem
 
 MAX_BODY_BYTES = 8 << 20
+LINGER_BYTES, LINGER_S = 64 << 20, 5.0  # of a refused body, read so that the refusal arrives
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OPEN = ("/health",)
 
@@ -29,7 +32,7 @@ class Guard:
             return
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if (refusal := self._refusal(scope, headers)) is not None:
-            await _answer(send, *refusal)
+            await _refuse(receive, send, *refusal)
             return
         await self._app(scope, _limited(receive), send)
 
@@ -92,7 +95,28 @@ def _host(headers: dict[str, str]) -> str:
     return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
 
 
-async def _answer(send: Send, status: int, body: Json) -> None:
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+async def _refuse(receive: Receive, send: Send, status: int, body: Json) -> None:
+    """Answers at once, then takes in what the client still sends.
+
+    Closing a connection with bytes unread resets it, and the client may lose the answer that explains why.
+    """
+    answer = json.dumps(body).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(answer)).encode()),
+        (b"connection", b"close"),
+    ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(body).encode()})
+    await send({"type": "http.response.body", "body": answer, "more_body": True})
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(_discard(receive), LINGER_S)
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _discard(receive: Receive) -> None:
+    received = 0
+    while received < LINGER_BYTES:
+        message = await receive()
+        received += len(message.get("body", b""))
+        if not message.get("more_body", False):
+            return

@@ -1,10 +1,12 @@
 """The real openai client against a real server: contract, errors, disconnects, load, graceful end."""
 
+import http.client
 import json
 import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -222,6 +224,22 @@ def test_no_web_page_reaches_it(server):
             yield b" " * (1 << 20)
 
     assert httpx.post(url, content=pieces(), headers={"content-type": "application/json"}).status_code == 413
+
+
+@pytest.mark.parametrize("sends_all", [True, False])
+def test_a_refusal_reaches_who_is_still_sending(server, sends_all):
+    address = httpx.URL(server.url)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: {}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n"
+    piece = b" " * (1 << 20)
+    with socket.create_connection((address.host, address.port), timeout=60) as opened:
+        opened.sendall(head.format(address.netloc.decode(), 9 * len(piece)).encode() + piece)
+        answer = http.client.HTTPResponse(opened)
+        if sends_all:
+            for _ in range(8):
+                time.sleep(0.02)  # the refusal has long been sent by then
+                opened.sendall(piece)
+        answer.begin()
+        assert answer.status == 413 and "8 MiB" in json.loads(answer.read())["error"]["message"]
 
 
 def test_the_second_turn_reuses_the_first(client):
