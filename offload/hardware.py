@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 import torch
-from torch.nn import functional as F
+from torch import nn
 
 from offload.entries import TensorEntry
+from offload.gated import gated_mlp
 from offload.layout import decode
-from offload.prefill import CPU_ROWS, GPU_ROWS
+from offload.prefill import CPU_ROWS, GPU_ROWS, chunk_rows
 from offload.product import linear
 from offload.store import ONE_AT_A_TIME, FileStore, Reading, anonymous, pin, sample_unit, unpin
 
@@ -30,8 +32,10 @@ _WORTHWHILE = 1.1
 READINGS = (ONE_AT_A_TIME, Reading(2, 16 << 20), Reading(4, 8 << 20), Reading(4, 4 << 20))
 _PROBE_BYTES = 64 << 20
 _PROBE_COPIES = 64
+_ALIGNED = 128  # inner sizes of models are multiples of it; others cost up to a third
 _PROBE_S = 0.2
 _NUM_COPIES = 8
+_ACT = nn.SiLU()
 # Norms, rotary embedding, attention, residuals and the Python around them: measured with 3 and 65 rows of 576 values on
 # two AVX-512 cores.
 CPU_LAYER_S = 1.1e-3
@@ -171,10 +175,13 @@ def measure_rates(
 ) -> Rates:
     """Rates of this machine for `rows` tokens at once and MLPs of `shape` (inner, hidden), in half a second."""
     hidden = shape[1]
-    inner = min(shape[0], max(64, _PROBE_BYTES // (3 * hidden * dtype.itemsize)))
+    widest = _PROBE_BYTES // (3 * hidden * dtype.itemsize)
+    inner = min(shape[0], max(_ALIGNED, widest - widest % _ALIGNED))
     copies = min(_PROBE_COPIES, max(1, _PROBE_BYTES // (3 * inner * hidden * dtype.itemsize)))
     weights = torch.ones(copies, 3, inner, hidden, dtype=dtype, device=device)  # more than caches hold, as in a pass
     alone = _mlp_s(weights, 1)
+    most = chunk_rows(device)
+    rows = -(-rows // -(-rows // most))  # of one chunk, as a pass cuts them
     together = max(alone, _mlp_s(weights, rows))
     flops, memory_bps = 2 * rows * weights[0].numel() / together, weights[0].nbytes / alone
     if device.type == "cpu":
@@ -200,7 +207,14 @@ def _mlp_s(weights: torch.Tensor, rows: int) -> float:
         _wait_for(weights.device)
         start = time.perf_counter()
         for gate, up, down in weights:
-            linear(F.silu(linear(tokens, gate)) * linear(tokens, up), down.view(weights.shape[-1], -1))
+            gated_mlp(
+                tokens,
+                len(gate),
+                gate=partial(linear, weight=gate),
+                up=partial(linear, weight=up),
+                down=partial(linear, weight=down.view(weights.shape[-1], -1)),
+                act=_ACT,
+            )
         _wait_for(weights.device)
         times.append((time.perf_counter() - start) / len(weights))
     return statistics.median(times[1:])  # the first one warms up

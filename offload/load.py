@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from offload.checkpoint import Checkpoint
+from offload.gated import reuse_inner
 from offload.gather import embedding_names, gather_on_host, is_tied
 from offload.layout import Binding, Unit, assign_slots, bind, make_unit, put, raw_parts, typed
 from offload.names import Recipe, match
@@ -150,8 +151,10 @@ def load_model(
         raise
     if streamer is None:
         store.close()
-    chunk_mlps((layers[i] for i in own), chunk_rows(device))
     put_weights_first(model)
+    if device.type == "cpu":
+        reuse_inner(layers[i] for i in own)
+    chunk_mlps((layers[i] for i in own), chunk_rows(device))
     if (dtype or checkpoint.dtype) == torch.float16:
         refuse_overflow(model, layers, stem, device)
     packed = {name for unit in parts.layers for name in unit.packed}

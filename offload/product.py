@@ -5,8 +5,14 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """hidden [..., in] by weight [out, in] gives [..., out].
+def linear(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    room: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """hidden [..., in] by weight [out, in] gives [..., out], in `room` where that is given: as many values, flat.
 
     On a CPU as two matrices, whatever strides the rows came with: a single row cut out of many takes nine times as long
     in bf16 if it keeps its own. In float32 the weight comes first: the same sums with the large matrix as the left
@@ -17,9 +23,12 @@ def linear(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         return F.linear(hidden, weight, bias)
     rows = hidden.reshape(-1, hidden.shape[-1])
     if weight.dtype != torch.float32:
-        return F.linear(rows, weight, bias).view(*hidden.shape[:-1], len(weight))
-    product = (weight @ rows.T).T
-    return (product if bias is None else product + bias).reshape(*hidden.shape[:-1], len(weight))
+        out = None if room is None else room.view(len(rows), len(weight))
+        product = torch.mm(rows, weight.T, out=out) if bias is None else torch.addmm(bias, rows, weight.T, out=out)
+    else:
+        product = torch.mm(weight, rows.T, out=None if room is None else room.view(len(weight), len(rows))).T
+        product = product if bias is None else product.add_(bias)
+    return product.reshape(*hidden.shape[:-1], len(weight))
 
 
 def put_weights_first(model: nn.Module) -> None:
@@ -35,5 +44,5 @@ class _Forward:
     def __init__(self, module: nn.Linear) -> None:
         self._module = module
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return linear(hidden, self._module.weight, self._module.bias)
+    def __call__(self, hidden: torch.Tensor, *, room: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(hidden, self._module.weight, self._module.bias, room=room)
