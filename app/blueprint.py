@@ -5,12 +5,12 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from app import hub
 from app.draft import attention_for
 from app.models import is_cached, locate
-from offload.checkpoint import Checkpoint, open_checkpoint
+from offload.checkpoint import Checkpoint, open_checkpoint, read_config
 from offload.load import Outline, outline
 from offload.pack import encoding_for, packed_outline
 from offload.shape import Anatomy, Shape, anatomy, rounded_shape_of, shape_of, sketch
@@ -20,12 +20,18 @@ _STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 @dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A model as its config, the type of its stored weights if that is known, and its checkpoint if that is here."""
+    """A model as its config, the type of its stored weights if that is known, and its checkpoint if that is here.
+
+    quantization: how its files hold few bits already, by name, if they do; stored_bits: of each such weight, where
+    no header tells.
+    """
 
     name: str
     config: PretrainedConfig
     stored: torch.dtype | None
     checkpoint: Checkpoint | None
+    quantization: str | None = None
+    stored_bits: float | None = None
 
     def shape(self, bits: int, dtype: torch.dtype) -> Shape:
         """Sizes for computing in `dtype` from weights in `bits`; exact where the checkpoint's headers are here."""
@@ -39,17 +45,16 @@ class Blueprint:
         """Sizes of a copy with other values: numbers held as they are stored, codes decoded to `dtype`."""
         if self.checkpoint is not None:
             return rounded_shape_of(_outline(self, bits, dtype), dtype)
-        return self.plain(dtype) if bits != 16 else self.shape(16, dtype)
+        return self.plain(dtype) if bits != 16 or self.is_packed else self.shape(16, dtype)
 
     def describe(self, bits: int) -> str:
         """How its weights are stored, in words."""
-        quantization = self.checkpoint.quantization if self.checkpoint else None
-        return quantization or f"{bits} bits"
+        return self.quantization or f"{bits} bits"
 
     @property
     def is_packed(self) -> bool:
         """Whether its files hold few bits already."""
-        return self.checkpoint is not None and self.checkpoint.quantization is not None
+        return self.quantization is not None
 
     @property
     def path(self) -> Path | None:
@@ -68,8 +73,11 @@ class Blueprint:
 
 @cache
 def _shape(blueprint: Blueprint, bits: int, dtype: torch.dtype) -> Shape:
+    if bits != 16 and blueprint.is_packed:
+        raise ValueError(f"{blueprint.name} is already quantized ({blueprint.quantization}): leave out --bits")
     if blueprint.checkpoint is None:
-        return sketch(_anatomy(blueprint), bits=bits, dtype=dtype, stored=blueprint.stored)
+        stored, stored_bits = blueprint.stored, blueprint.stored_bits
+        return sketch(_anatomy(blueprint), bits=bits, dtype=dtype, stored=stored, stored_bits=stored_bits)
     return shape_of(_outline(blueprint, bits, dtype), dtype)
 
 
@@ -79,8 +87,6 @@ def _outline(blueprint: Blueprint, bits: int, dtype: torch.dtype) -> Outline:
     checkpoint = blueprint.checkpoint
     if bits == 16:
         return outline(checkpoint, dtype=dtype, attn_implementation=attention_for(checkpoint))
-    if checkpoint.quantization is not None:
-        raise ValueError(f"{blueprint.name} is already quantized ({checkpoint.quantization}): leave out --bits")
     return packed_outline(checkpoint, encoding_for(bits), dtype=dtype)
 
 
@@ -96,14 +102,14 @@ def draw_up(name: str, *, offline: bool) -> Blueprint:
     """
     path = Path(name).expanduser()
     if path.is_dir() and not any(path.glob("*.safetensors")):
-        return Blueprint(name, _config_of(path), None, None)
+        return _without_weights(name, path)
     if offline and not is_cached(name) and (folder := hub.known_config(name)):
-        return Blueprint(name, _config_of(folder), None, None)
+        return _without_weights(name, folder)
     if path.exists() or offline or is_cached(name) or "/" not in name:
         checkpoint = open_checkpoint(locate(name, offline=offline))
-        return Blueprint(name, checkpoint.config, checkpoint.dtype, checkpoint)
+        return Blueprint(name, checkpoint.config, checkpoint.dtype, checkpoint, checkpoint.quantization)
     folder, stored = hub.describe(name)
-    return Blueprint(name, _config_of(folder), _STORED.get(stored), None)
+    return _without_weights(name, folder, _STORED.get(stored))
 
 
 def glimpse(name: str, *, offline: bool) -> Blueprint:
@@ -113,18 +119,9 @@ def glimpse(name: str, *, offline: bool) -> Blueprint:
     folder = hub.known_config(name) if offline else hub.fetch_config(name)
     if folder is None:
         raise ConnectionError(f"nothing is known of {name} here, and this run is offline")
-    return Blueprint(name, _config_of(folder), None, None)
+    return _without_weights(name, folder)
 
 
-def _config_of(folder: Path) -> PretrainedConfig:
-    file = folder / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"{folder} has neither config.json nor *.safetensors, so it is no model directory")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{file} is not a model that transformers knows: {reason}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{file}: transformers has no causal language model of type {config.model_type!r}")
-    return config
+def _without_weights(name: str, folder: Path, stored: torch.dtype | None = None) -> Blueprint:
+    told = read_config(folder)
+    return Blueprint(name, told.config, stored, None, told.method, told.bits)

@@ -1,16 +1,18 @@
 """What a model would do on a machine: the choice among drafts worth trying, and the changes that would help most."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from app.blueprint import Blueprint
 from app.draft import model_draft, plain_draft
-from app.machines import Machine
-from app.sizes import format_size
+from app.machines import Machine, named_machine
+from app.settings import READERS
+from app.sizes import format_size, parse_size
 from offload.hardware import Hardware
 from offload.plan import DoesNotFit, place
 from offload.predict import BUDGETS, Choice, Draft, choose
@@ -19,6 +21,7 @@ from offload.working import working_bytes
 
 _WORTH_TELLING = 1.05
 _SOME_MODEL = "MODEL"
+_GRAIN = 10**7  # bytes, of sizes in levers: they are printed as they are tried
 _SHARE_OF_MAIN_MEMORY = 0.94  # of what is free: a cgroup counts page tables and stacks too, a process does not
 _SHARE_OF_RAM = 0.9  # of what is free: the rest is for the process itself and for whatever else starts
 
@@ -43,7 +46,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Lever:
-    """A change and what it is expected to bring: the factor of tokens per second, or None where it makes all fit."""
+    """A change as flags, and what it is expected to bring: the factor of tokens per second, or None where it makes all
+    fit."""
 
     flags: Mapping[str, str]
     why: str
@@ -103,13 +107,14 @@ def decide(
 
 
 def device_limit(hardware: Hardware, asked: int | None, ram_limit: int | None) -> int:
-    """Bytes of the compute device that may be used: free memory counts, not total; on a CPU both limits hold."""
+    """Bytes of the compute device that may be used: free memory counts, not total; on a CPU both limits hold.
+
+    A limit only lowers what there is; see `idle_limits`.
+    """
     on_cpu = hardware.device.type == "cpu"
     share = _SHARE_OF_MAIN_MEMORY if on_cpu else 1
-    limits = [asked or int(share * (hardware.free_bytes + hardware.base_bytes))]
-    if on_cpu and ram_limit:
-        limits.append(ram_limit)
-    return min(limits)
+    limits = [int(share * (hardware.free_bytes + hardware.base_bytes)), asked, ram_limit if on_cpu else None]
+    return min(limit for limit in limits if limit)
 
 
 def ram_room(hardware: Hardware, ram_limit: int | None) -> int | None:
@@ -119,12 +124,23 @@ def ram_room(hardware: Hardware, ram_limit: int | None) -> int | None:
     return min(ram_limit or int(_SHARE_OF_RAM * hardware.ram_free_bytes), hardware.ram_free_bytes)
 
 
+def idle_limits(hardware: Hardware, asked: int | None, ram_limit: int | None) -> list[str]:
+    """A line for each limit that is more than there is, so that it changes nothing."""
+    room = device_limit(hardware, None, None)
+    ram = room if hardware.device.type == "cpu" else hardware.ram_free_bytes
+    return [
+        f"{flag} {format_size(limit)} is more than there is: {format_size(there)} is taken"
+        for flag, limit, there in (("--device-limit", asked, room), ("--ram-limit", ram_limit, ram))
+        if limit and limit > there
+    ]
+
+
 def levers(question: Question, chosen: Choice | None) -> list[Lever]:
     """Changes that would help, the best first; where nothing fits (`chosen` is None), the mildest that makes it fit."""
     found: dict[str, Lever] = {}
-    for flags, why, changed in _changes(question, chosen):
+    for flags, why in _changes(question, chosen):
         try:
-            _, other = forecast(changed)
+            _, other = forecast(_changed(question, flags))
         except DoesNotFit:
             continue
         if chosen is None:
@@ -150,52 +166,89 @@ def _own_draft(kind: str, question: Question) -> Draft:
     return model_draft(kind, question.target.rounded(question.bits, question.dtype), is_self=True)
 
 
-def _changes(question: Question, chosen: Choice | None) -> list[tuple[Mapping[str, str], str, Question]]:
-    """Changes to try, the mildest first."""
-    changes: list[tuple[Mapping[str, str], str, Question]] = []
+def _changed(question: Question, flags: Mapping[str, str]) -> Question:
+    """What the command with these flags asks: sizes as they are printed, everything else as it was."""
+    changes: dict[str, Any] = {"draft_model": None} if "draft" in flags else {}
+    for flag, text in flags.items():
+        if flag == "ram":
+            machine = question.machine
+            changes["machine"] = named_machine(machine.hardware.name, parse_size(text), machine.rates.disk_bps)
+        else:
+            key = flag.replace("-", "_")
+            changes[key] = READERS[key](text)
+    return replace(question, **changes)
+
+
+def _changes(question: Question, chosen: Choice | None) -> Iterator[tuple[Mapping[str, str], str]]:
+    """Flags to try, the mildest first, and why."""
     if question.draft not in ("auto", "none", "ngram"):
-        changes.append(
-            ({"draft": "ngram"}, "n-grams need no memory", replace(question, draft="ngram", draft_model=None))
-        )
+        yield {"draft": "ngram"}, "n-grams need no memory"
     if question.draft == "none":
-        changes.append(({"draft": "auto"}, "several tokens per pass", replace(question, draft="auto")))
+        yield {"draft": "auto"}, "several tokens per pass"
     if question.budget:
-        changes.append(({"budget": "auto"}, "the tree that pays most", replace(question, budget=None)))
+        yield {"budget": "auto"}, "the tree that pays most"
+    if question.slots > 2:
+        yield {"slots": "2"}, "more never help"
+    if (count := _most_residents(question)) is not None:
+        yield {"resident": str(count)}, "as many layers as fit"
     for ctx in (2048, 1024, 512):
         if ctx < question.ctx:
-            changes.append(({"ctx": str(ctx)}, "smaller caches", replace(question, ctx=ctx)))
+            yield {"ctx": str(ctx)}, "smaller caches"
     for bits in (8, 4):
         if bits < question.bits and not question.target.is_packed:
-            changes.append(({"bits": str(bits)}, "fewer bytes to stream", replace(question, bits=bits)))
-    hardware = question.machine.hardware
-    if question.device_limit and question.device_limit < hardware.free_bytes + hardware.base_bytes:
-        whole = hardware.free_bytes + hardware.base_bytes
-        changes.append(
-            (
-                {"device-limit": format_size(whole).replace(" ", "")},
-                "all that is free",
-                replace(question, device_limit=whole),
-            )
-        )
-    if hardware.device.type != "cpu" and (chosen is None or "disk" in chosen.plan.tiers):
-        needed = _round_up(1.15 * question.target.shape(question.bits, question.dtype).stored_bytes + (4 << 30))
-        ample = replace(hardware, ram_total_bytes=needed, ram_free_bytes=needed)
-        changes.append(
-            (
-                {"ram": format_size(needed).replace(" ", "")},
-                "with more main memory nothing comes from the disk",
-                replace(question, machine=replace(question.machine, hardware=ample), ram_limit=None),
-            )
-        )
+            yield {"bits": str(bits)}, "fewer bytes to stream"
+    yield from _more_memory(question, chosen)
     if question.draft in ("auto", "ngram"):
-        changes.append(
-            (
-                {"draft": _SOME_MODEL},
-                "a small model of the target's family; a tenth or a fortieth of its size was assumed",
-                replace(question, draft=_SOME_MODEL),
-            )
+        yield (
+            {"draft": _SOME_MODEL},
+            "a small model of the target's family; a tenth or a fortieth of its size was assumed",
         )
-    return changes
+
+
+def _most_residents(question: Question) -> int | None:
+    """How many layers would stay if no number of them had been asked for."""
+    if question.resident is None:
+        return None
+    try:
+        return len(forecast(replace(question, resident=None))[1].plan.resident)
+    except DoesNotFit:
+        return None
+
+
+def _more_memory(question: Question, chosen: Choice | None) -> Iterator[tuple[Mapping[str, str], str]]:
+    """Higher limits where they bind; else, of a machine that is only thought of, more main memory."""
+    hardware = question.machine.hardware
+    on_cpu, lacks_ram = hardware.device.type == "cpu", chosen is None or "disk" in chosen.plan.tiers
+    room = device_limit(hardware, None, None)
+    ram = room if on_cpu else ram_room(hardware, None)
+    limits = {"device-limit": question.device_limit, "ram-limit": question.ram_limit}
+    if on_cpu:
+        yield from _raised(limits, room)
+    else:
+        yield from _raised({"device-limit": question.device_limit}, room)
+        if lacks_ram:
+            yield from _raised({"ram-limit": question.ram_limit}, ram)
+    if lacks_ram and question.machine.is_named and (question.ram_limit or ram) >= ram:
+        stored_bytes = question.target.shape(question.bits, question.dtype).stored_bytes
+        for size in _sizes(hardware.ram_total_bytes, _round_up(1.15 * stored_bytes + (4 << 30))):
+            yield {"ram": _as_flag(size)}, "more main memory, so that less comes from the disk"
+
+
+def _raised(limits: Mapping[str, int | None], most: int) -> Iterator[tuple[Mapping[str, str], str]]:
+    """Limits of one memory, in steps up to `most`: at each step those that are lower."""
+    given = {flag: limit for flag, limit in limits.items() if limit}
+    for size in _sizes(min(given.values(), default=most), most):
+        yield {flag: _as_flag(size) for flag, limit in given.items() if limit < size}, "more of what is free"
+
+
+def _sizes(least: int, most: int) -> list[int]:
+    """Bytes to try, above `least`, doubled up to `most`; rounded down, so that none is more than there is."""
+    sizes = (most // part // _GRAIN * _GRAIN for part in (16, 8, 4, 2, 1))
+    return [size for size in sizes if size > least]
+
+
+def _as_flag(size: int) -> str:
+    return f"{size / 10**9:g}GB"
 
 
 def _smaller(shape: Shape, times: int) -> Shape:

@@ -32,11 +32,15 @@ _CONTEXT_BYTES = 600 << 20  # a CUDA context, and the desktop of a machine that 
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is and how fast it is; `facts` say so in words, with where the figures come from."""
+    """What there is and how fast it is; `facts` say so in words, with where the figures come from.
+
+    is_named: whether it is of the table, under the name that its hardware has, and not this one.
+    """
 
     hardware: Hardware
     rates: Rates
     facts: tuple[str, ...]
+    is_named: bool = False
 
 
 def named_machine(name: str, ram_bytes: int | None = None, disk_bps: float | None = None) -> Machine:
@@ -71,7 +75,7 @@ def named_machine(name: str, ram_bytes: int | None = None, disk_bps: float | Non
         f" memory {rates.memory_bps / 1e9:.0f} GB/s reached ({gpu['source']})",
         host,
     )
-    return Machine(hardware, rates, facts)
+    return Machine(hardware, rates, facts, is_named=True)
 
 
 def this_machine(device: str, target: Shape, *, rows: int, disk_bps: float) -> Machine:
@@ -125,7 +129,7 @@ def _cpu_machine(cpu: dict[str, Any], reached: dict[str, Any], ram: int, disk: f
         chunk_rows=CPU_ROWS,
     )
     hardware = Hardware(torch.device("cpu"), "CPU", ram, int(0.9 * ram), 0, ram, int(0.9 * ram), True)
-    return Machine(hardware, rates, (f"no GPU, the CPU computes ({cpu['source']})", host))
+    return Machine(hardware, rates, (f"no GPU, the CPU computes ({cpu['source']})", host), is_named=True)
 
 
 def _find(name: str, gpus: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,12 +8,13 @@ from functools import partial
 
 from app.advice import Advice, advice_lines, advise, assumed_lengths, situation
 from app.blueprint import Blueprint, draw_up, glimpse
+from app.draft import positions
 from app.environment import is_offline
-from app.forecast import Lever, Question, forecast, levers
+from app.forecast import Lever, Question, forecast, idle_limits, levers
 from app.launch import LINK_SAMPLE_BYTES, PROBE_NODES, compute_dtype, context_length, device_name
 from app.machines import Machine, assumed_disk_bps, named_machine, this_machine
 from app.named_draft import named_draft
-from app.settings import DRAFT_KINDS, Resolved
+from app.settings import DRAFT_KINDS, OF_A_DRAFT_MODEL, Resolved
 from app.sizes import format_size, parse_size
 from offload.hardware import Hardware, measure_disk, probe
 from offload.plan import DoesNotFit, Plan
@@ -34,13 +35,13 @@ class Elsewhere:
     @classmethod
     def read(cls, gpu: str | None, ram: str | None, disk_rate: str | None) -> "Elsewhere":
         """Reads the flags; ValueError names the one that is wrong."""
-        if ram and not gpu:
+        if ram is not None and gpu is None:
             raise ValueError("--ram belongs to a machine named by --gpu; for this one there is --ram-limit")
         sizes = {"--ram": ram, "--disk-rate": disk_rate and disk_rate.removesuffix("/s")}
         read: dict[str, int | None] = {}
         for flag, text in sizes.items():
             try:
-                read[flag] = parse_size(text) if text else None
+                read[flag] = None if text is None else parse_size(text)
             except ValueError as error:
                 raise ValueError(f"{flag} must be {error}") from None
         return cls(gpu, read["--ram"], read["--disk-rate"])
@@ -50,6 +51,8 @@ def show_plan(chosen: Resolved, elsewhere: Elsewhere, given: Mapping[str, str], 
     """Prints the plan for what was asked; 0, or 1 where the model does not fit."""
     question = _question(chosen, elsewhere, offline=offline or is_offline())
     lines = [f"target: {question.target.name}, {question.target.describe(question.bits)}", *question.machine.facts]
+    limits = idle_limits(question.machine.hardware, question.device_limit, question.ram_limit)
+    lines += [f"note: {each}" for each in limits]
     try:
         shape, choice = forecast(question)
     except DoesNotFit as error:
@@ -113,9 +116,15 @@ def _question(
     settings = chosen.settings
     if settings.target is None:
         raise ValueError("name a model with --target or --preset")
+    if elsewhere.gpu is not None and settings.device != "auto" and chosen.origins.get("device") == "flag":
+        raise ValueError(
+            f"--device {settings.device} is about this machine: with --gpu leave it out (--gpu none for a CPU)"
+        )
     target = look(settings.target, offline=offline)
+    if settings.bits is not None and target.is_packed:
+        raise ValueError(f"{target.name} is already quantized ({target.describe(settings.bits)}): leave out --bits")
     bits = settings.bits or 16
-    if elsewhere.gpu:
+    if elsewhere.gpu is not None:
         machine = named_machine(elsewhere.gpu, elsewhere.ram_bytes, elsewhere.disk_bps)
         dtype = compute_dtype(settings.dtype, machine.hardware)
     else:
@@ -228,9 +237,10 @@ def _first_token(question: Question, shape: Shape, choice: Choice, num_tokens: i
 
 
 def _prompts(question: Question) -> tuple[int, ...]:
-    """1k and 8k; what a context cannot hold is told all the same, for the plan hardly differs."""
-    most = getattr(question.target.config.get_text_config(), "max_position_embeddings", None) or max(_PROMPTS)
-    return tuple(n for n in _PROMPTS if n <= most)
+    """1k and 8k, or as many tokens as the model knows positions; that `ctx` is less is no matter, for the plan hardly
+    differs."""
+    most = positions(question.target.config) or max(_PROMPTS)
+    return tuple(n for n in _PROMPTS if n <= most) or (most,)
 
 
 def _report(question: Question, shape: Shape, choice: Choice) -> dict[str, object]:
@@ -262,7 +272,8 @@ def _report(question: Question, shape: Shape, choice: Choice) -> dict[str, objec
 
 
 def _command(given: Mapping[str, str], lever: Lever) -> str:
-    flags = {key.replace("_", "-"): value for key, value in given.items()} | dict(lever.flags)
+    kept = {key: value for key, value in given.items() if "draft" not in lever.flags or key not in OF_A_DRAFT_MODEL}
+    flags = {key.replace("_", "-"): value for key, value in kept.items()} | dict(lever.flags)
     return " ".join(["specexec plan", *(f"--{key} {shlex.quote(value)}" for key, value in flags.items())])
 
 

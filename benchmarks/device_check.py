@@ -36,7 +36,7 @@ from offload.plan import EMBEDDING, DoesNotFit, plan
 from offload.predict import Curve, Draft, predict
 from offload.quantize import Nf4
 from offload.replay import Replays
-from offload.shape import Shape, anatomy, is_matrix, shape_of
+from offload.shape import Shape, anatomy, shape_of
 from offload.store import ArenaStore, WeightStore, anonymous, pin, unpin
 from offload.stream import CudaLink, HostLink
 from offload.working import working_bytes
@@ -140,7 +140,7 @@ def store_random(
         for stem, name, shape in named:
             key = (name if stem else "", shape) if is_shared else (f"{stem}{name}", shape)
             if key not in written:
-                packed = bits == 4 and bool(stem) and is_matrix(name, shape)
+                packed = bits == 4 and bool(stem) and (name, shape) in parts.quantized
                 layout = Nf4().layout(shape) if packed else {"": (dtype, shape)}
                 first, *scales = [append(f"{name}{end}", *each) for end, each in layout.items()]
                 written[key] = replace(first, shape=shape, encoding=Nf4(), scales=tuple(scales)) if packed else first

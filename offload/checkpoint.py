@@ -6,12 +6,14 @@ It is a directory of safetensors, quantized by its authors or not, a pack made o
 import json
 import math
 import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PretrainedConfig
 
 from offload.entries import TensorEntry
@@ -37,6 +39,34 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _PLAIN_KV = {"full_attention", "sliding_attention", "chunked_attention"}
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_SIZES_OF_SOME = ("intermediate_size", "num_key_value_heads", "head_dim")
+_SCALE_BITS = 16
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a config.json tells: the language model's config, whether it `is_part` of a larger model, and how its
+    authors have quantized it, in their own words (else: nothing)."""
+
+    config: PretrainedConfig
+    is_part: bool
+    quantization: Mapping[str, Any]
+
+    @property
+    def method(self) -> str | None:
+        """The name of that quantization, if there is one."""
+        return str(self.quantization["quant_method"]) if self.quantization else None
+
+    @property
+    def bits(self) -> float | None:
+        """What a quantized weight takes at rest, with its share of a scale per group; None where none is quantized."""
+        if not self.quantization:
+            return None
+        groups = (self.quantization.get("config_groups") or {}).values()
+        weights = next((group.get("weights") for group in groups), None) or {}
+        group_size = weights.get("group_size") or 0
+        return int(weights.get("num_bits", 8)) + (_SCALE_BITS / group_size if group_size > 0 else 0)
 
 
 @dataclass(frozen=True)
@@ -74,13 +104,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise FileNotFoundError(f"no such model directory: {path}")
     if path.suffix == ".gguf":
         config, stored = read_gguf(path)
-        _require_branchable(path, config)
+        _require_usable(path, config)
         return Checkpoint(path, config, None, stored, quantization="GGUF")
     if not path.is_dir():
         raise ValueError(f"{path} is not a directory; a checkpoint is a directory with config.json and *.safetensors")
     if (manifest := read_manifest(path)) is not None:
         check_heads(path, manifest)
-    config, is_composite, quantization = _read_config(path)
+    described = read_config(path)
     tensors: dict[str, TensorEntry] = {}
     index = _read_index(path)
     for file in sorted(set(index.values())) if index else _shards_without_index(path):
@@ -91,15 +121,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     for name, file in index.items():
         if name not in tensors or tensors[name].file != file:
             raise ValueError(f"{path / _INDEX} says {name} is in {file.name}, which does not hold it")
-    if is_composite:
+    if described.is_part:
         tensors = _text_part(tensors)
     method = None
     if manifest is not None:
         method, tensors = f"{manifest.bits}-bit pack", manifest.joined(tensors)
-    elif quantization:
-        method, tensors = str(quantization["quant_method"]), decodable(path, quantization, tensors)
+    elif described.quantization:
+        method, tensors = described.method, decodable(path, described.quantization, tensors)
     generation = GenerationConfig.from_pretrained(path) if (path / "generation_config.json").exists() else None
-    return Checkpoint(path, config, generation, tensors, method)
+    return Checkpoint(path, described.config, generation, tensors, method)
 
 
 def read_header(file: Path) -> list[TensorEntry]:
@@ -175,34 +205,48 @@ def _text_part(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     return {short: replace(tensors[name], name=short) for name, short in names.items()}
 
 
-def _read_config(path: Path) -> tuple[PretrainedConfig, bool, dict[str, Any]]:
-    """The language model's config, whether it was a part of a larger one, and how its authors quantized it."""
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"{path} has no config.json, so it is not a checkpoint directory")
+def read_config(path: Path) -> Description:
+    """What the config.json in directory `path` tells, of a model that can be run.
+
+    Raises FileNotFoundError or ValueError, each in one line that names the file at fault.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{path} has no config.json, so it is no model directory")
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        text = config.get_text_config(decoder=True)
+    except StrictDataclassError as error:  # its own first line names the field, the second what is wrong with it
+        raise ValueError(f"{file} does not fit its model: {' '.join(str(error).split())}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{path / 'config.json'} is not a model that transformers knows: {reason}") from error
-    text = config.get_text_config(decoder=True)
+        raise ValueError(f"{file} is not a model that transformers knows: {reason}") from error
     found = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None) or {}
     quantization = found if isinstance(found, dict) else found.to_dict()
     if quantization:
         require_decodable(path, quantization)
         for each in (config, text):
             each.__dict__.pop("quantization_config", None)  # the model built from it is a plain one
-    _require_branchable(path, text)
-    return text, text is not config, quantization
+    _require_usable(file, text)
+    return Description(text, text is not config, quantization)
 
 
-def _require_branchable(path: Path, config: PretrainedConfig) -> None:
-    """A causal model without recurrent state, which could not be branched along a token tree, nor cut back."""
+def _require_usable(file: Path, config: PretrainedConfig) -> None:
+    """A causal model of layers that are alike in size, without recurrent state, which could not be branched along a
+    token tree, nor cut back."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{path}: transformers has no causal language model of type {config.model_type!r}")
+        raise ValueError(f"{file}: transformers has no causal language model of type {config.model_type!r}")
     kinds = sorted(set(getattr(config, "layer_types", None) or ()) - _PLAIN_KV)
     if kinds or getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "_is_stateful", False):
         kind = ", ".join(kinds) or "recurrent"
         raise ValueError(
-            f"{path}: {config.model_type} has {kind} layers, whose state cannot verify a token tree;"
+            f"{file}: {config.model_type} has {kind} layers, whose state cannot verify a token tree;"
             " use a model with full or sliding attention only"
         )
+    try:
+        sizes = {name: getattr(config, name, None) for name in (*_SIZES, *_SIZES_OF_SOME)}
+    except RuntimeError as error:  # transformers' answer for a size that each layer has for itself
+        raise ValueError(f"{file}: {str(error).partition('. ')[0]}; layers of one size are needed") from error
+    for name, value in sizes.items():
+        if (not isinstance(value, int) or value < 1) and not (value is None and name in _SIZES_OF_SOME):
+            raise ValueError(f"{file}: {name} is {reprlib.repr(value)}; one number for all layers is needed, 1 or more")

@@ -24,13 +24,13 @@ from offload.load import Outline, outline
 from offload.manifest import Manifest, PackedFile, head_crc32, read_manifest, write_manifest
 from offload.names import Recipe
 from offload.quantize import Int8, Nf4
+from offload.shape import is_quantized
 from offload.store import FileStore, anonymous
 
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 _NOT_COPIED = {"config.json", "generation_config.json", "model.safetensors.index.json", "pack.json"}
 _MANIFEST_BYTES = 16 << 20  # two of them for a while, with many experts
 _WEIGHTS = (torch.float32, torch.float16, torch.bfloat16)
-_ROUTERS = {"gate", "router", "shared_expert_gate"}
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -186,13 +186,8 @@ def _files(parts: Outline, encoding: Nf4 | Int8) -> list[_File]:
 
 
 def _is_matrix(model: PreTrainedModel, recipe: Recipe) -> bool:
-    """A linear layer's weight or fused experts, no router; of a type and width that can be quantized."""
-    owner, _, leaf = recipe.targets[0].rpartition(".")
-    is_linear = isinstance(model.get_submodule(owner), torch.nn.Linear) and leaf == "weight"
-    is_experts = model.get_parameter_or_buffer(recipe.targets[0]).dim() == 3
-    is_router = owner.rpartition(".")[2] in _ROUTERS
-    fits = all(e.dtype in _WEIGHTS and len(e.shape) > 1 and e.shape[-1] % 2 == 0 for e in recipe.sources)
-    return (is_linear or is_experts) and not is_router and fits
+    """Whether all that a parameter is made from is to be quantized, and of a type that can be."""
+    return all(e.dtype in _WEIGHTS and is_quantized(model, recipe.targets[0], e.shape) for e in recipe.sources)
 
 
 def _header(stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:

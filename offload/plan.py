@@ -14,7 +14,14 @@ EMBEDDING = "embedding"  # the one item that may lie on either side
 
 
 class DoesNotFit(MemoryError):  # noqa: N818  (a verdict, and the word that users see)
-    """Even the smallest workable plan needs more memory than there is."""
+    """Even the smallest workable plan needs more memory than there is.
+
+    needed_bytes: at least, of the memory that is short; 0 where nobody counted.
+    """
+
+    def __init__(self, message: str, needed_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class Sized(Protocol):
@@ -127,8 +134,7 @@ def fit(
     fixed_bytes = sum(fixed.values())
     fitting = [each for each in placements if fixed_bytes + each.total_bytes <= limit_bytes]
     if not fitting:
-        smallest = min(placements, key=lambda each: each.total_bytes)
-        raise _does_not_fit((*fixed.items(), *smallest.items), limit_bytes)
+        raise _does_not_fit(fixed, placements, limit_bytes)
     best = min(fitting, key=lambda each: (each.streamed_bytes, len(each.streamed), each.total_bytes))
     tiers, host_items = _rest(best, ram_bytes, tuple((on_host or {}).items()))
     return Plan(
@@ -159,8 +165,10 @@ def beside_copy(placement: Placement, layer_bytes: Sequence[int]) -> Placement:
 
 
 def kv_cache_bytes(config: PretrainedConfig, rows: int, dtype: torch.dtype) -> int:
-    """Keys and values of `rows` positions in every layer."""
+    """Keys and values of `rows` positions in every layer; with latent attention (MLA) what both are made from."""
     text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        return text.num_hidden_layers * (text.kv_lora_rank + text.qk_rope_head_dim) * rows * dtype.itemsize
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return 2 * text.num_hidden_layers * heads * head_size * rows * dtype.itemsize
@@ -211,7 +219,8 @@ def _rest(
         beside = "".join(f" beside the {name} ({_gb(nbytes)})" for name, nbytes in on_host)
         raise DoesNotFit(
             f"{_gb(held_bytes + staging)} of main memory are needed at least to bring layers from the disk{beside}, the"
-            f" limit is {_gb(ram_bytes)}: raise --ram-limit, or take fewer --bits"
+            f" limit is {_gb(ram_bytes)}: take more main memory (raise --ram-limit if it is set) or fewer --bits",
+            held_bytes + staging,
         )
     moving = [i for i, nbytes in enumerate(placement.pass_bytes) if nbytes]  # the others are read once
     choices = ([moving[j] for j in _spread(count, len(moving))] for count in range(len(moving) + 1))
@@ -226,11 +235,22 @@ def _spread(count: int, total: int) -> list[int]:
     return [(2 * i + 1) * total // (2 * count) for i in range(count)]
 
 
-def _does_not_fit(items: Sequence[tuple[str, int]], limit_bytes: int) -> DoesNotFit:
-    needs = ", ".join(f"{name} {_gb(nbytes)}" for name, nbytes in items if nbytes)
+def _does_not_fit(fixed: Mapping[str, int], placements: Sequence[Placement], limit_bytes: int) -> DoesNotFit:
+    smallest = min(placements, key=lambda each: each.total_bytes)
+    items = [(name, nbytes) for name, nbytes in (*fixed.items(), *smallest.items) if nbytes]
+    remedies = ["take more memory (raise the limit if it is set)"]
+    if len(placements) == 1 and smallest.resident:  # that many were asked for
+        remedies.append(f"keep fewer than {len(smallest.resident)} layers resident")
+    if smallest.num_slots > 2 and smallest.streamed:
+        remedies.append(f"take fewer than {smallest.num_slots} slots")
+    remedies += ["shorten the context", "lower the budget"]
+    if any(name.startswith("draft") for name, _ in items):
+        remedies.append("take a smaller draft or none")
+    needed_bytes = sum(nbytes for _, nbytes in items)
     return DoesNotFit(
-        f"{_gb(sum(nbytes for _, nbytes in items))} are needed at least ({needs}), the limit is {_gb(limit_bytes)}:"
-        " raise the limit, shorten the context, lower the budget or take a smaller draft or none"
+        f"{_gb(needed_bytes)} are needed at least ({', '.join(f'{name} {_gb(nbytes)}' for name, nbytes in items)}),"
+        f" the limit is {_gb(limit_bytes)}: {', '.join(remedies[:-1])} or {remedies[-1]}",
+        needed_bytes,
     )
 
 

@@ -87,10 +87,10 @@ def choose(
     """The draft, the budget and the residents that together promise most tokens per second.
 
     `fixed(draft, budget)` names the bytes beside the layers. The embedding goes to main memory only where that promises
-    more. Raises DoesNotFit if nothing fits.
+    more. Raises DoesNotFit if nothing fits: of all refusals the one that needs least.
     """
     choices: list[Choice] = []
-    refusal: DoesNotFit | None = None
+    refusals: list[DoesNotFit] = []
     for draft in drafts:
         placed = [beside_copy(each, draft.layer_bytes) for each in placements] if draft.layer_bytes else placements
         for budget in budgets if draft.curve.tokens_per_pass(max(budgets))[1] > 1 else budgets[:1]:
@@ -98,22 +98,18 @@ def choose(
                 try:
                     chosen = fit(placed, fixed=items, limit_bytes=limit_bytes, ram_bytes=ram_bytes, on_host=on_host)
                 except DoesNotFit as error:
-                    refusal = refusal or error
+                    refusals.append(error)
                     continue
                 choices.append(Choice(chosen, draft, budget, predict(target, chosen, draft, budget, rates)))
     if not choices:
-        assert refusal is not None
-        raise refusal
+        raise min(refusals, key=lambda each: each.needed_bytes)
     return max(choices, key=lambda each: (each.prediction.tokens_per_s[1], not each.plan.gathers_on_host))
 
 
 def _sides(
     target: Shape, draft: Draft, items: Mapping[str, int], ram_bytes: int | None
 ) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
-    """Items of the device and of main memory: with the embedding there, where that can be, and with it on the device.
-
-    The first leave the device most, so that a refusal names what is needed at least.
-    """
+    """Items of the device and of main memory: with the embedding there, where it can be, and with it on the device."""
     # The steps of a copy are recorded as CUDA graphs, in which nothing may wait for the host.
     if ram_bytes is not None and not target.is_tied and not draft.layer_bytes:
         staging = 2 * max(layer.slot_bytes for layer in target.layers)
@@ -160,9 +156,9 @@ def compute_seconds(shape: Shape, num_tokens: int, rates: Rates) -> float:
 
 def _share_read(shape: Shape, num_tokens: int) -> float:
     """The part of the weights that `num_tokens` tokens need: all of them, but for experts that none chooses."""
-    if shape.experts is None:
+    total, used = shape.experts or (1, 1)
+    if used >= total:
         return 1.0
-    total, used = shape.experts
     fused = (shape.num_weights - shape.num_used) * total / (total - used)
     return 1 - fused / shape.num_weights * (1 - shape.distinct_experts(num_tokens) / total)
 

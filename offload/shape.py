@@ -1,9 +1,9 @@
 """A model as sizes, from its config alone: what each layer takes at rest and in use, and what a pass computes with."""
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -15,7 +15,7 @@ from offload.plan import Sized
 from offload.quantize import Int8, Nf4
 
 _QUANTIZED = {8: Int8(), 4: Nf4()}
-_ROUTER = re.compile(r"(router|mlp\.gate|moe\.gate)\.weight$")
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
 
 Kind = tuple[tuple[str, tuple[int, ...]], ...]  # a layer's parameters: names and shapes
 
@@ -24,7 +24,7 @@ Kind = tuple[tuple[str, tuple[int, ...]], ...]  # a layer's parameters: names an
 class Anatomy:
     """Names and shapes of a model's parameters, layer by layer, and of the `rest`: embedding, norm and head.
 
-    embedding: names of the input embedding's.
+    embedding: names of the input embedding's. quantized: those parameters of layers that few bits suffice for.
     """
 
     config: PretrainedConfig
@@ -32,6 +32,7 @@ class Anatomy:
     rest: Kind
     is_eager: bool
     embedding: frozenset[str]
+    quantized: frozenset[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -125,54 +126,91 @@ def rounded_shape_of(outline: Outline, dtype: torch.dtype) -> Shape:
 
 
 def sketch(
-    parts: Anatomy, *, bits: int = 16, dtype: torch.dtype = torch.bfloat16, stored: torch.dtype | None = None
+    parts: Anatomy,
+    *,
+    bits: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    stored: torch.dtype | None = None,
+    stored_bits: float | None = None,
 ) -> Shape:
     """The shape of a model at rest in `bits` (16: in `stored`, the compute type by default), with nothing at hand.
 
-    Matrices of the layers and fused experts are quantized; norms, biases, routers, embedding and head are not.
+    What a pack quantizes is counted in its bits, the other parameters as they are. stored_bits: of a weight that the
+    authors have quantized themselves, which `bits` of 16 leave so.
     """
     if bits not in (16, 8, 4):
         raise ValueError(f"16, 8 or 4 bits per weight, not {bits}")
-    alike = {kind: _sketched_layer(kind, bits, dtype, stored or dtype) for kind in set(parts.layers)}
+    kinds, stored = set(parts.layers), stored or dtype
+    if bits != 16 or stored_bits is not None:
+        few_bytes = partial(_pack_bytes, bits) if bits != 16 else partial(_authored_bytes, stored_bits)
+        alike = {kind: _quantized_layer(kind, parts.quantized, dtype, few_bytes) for kind in kinds}
+        decoded = parts.quantized
+    else:
+        alike = {kind: _plain_layer(kind, dtype, stored) for kind in kinds}
+        decoded = {each for kind in kinds for each in kind if stored.itemsize < dtype.itemsize and is_matrix(*each)}
     rest_bytes = {name: math.prod(shape) * dtype.itemsize for name, shape in parts.rest}
-    largest = max(math.prod(shape) for kind in alike for name, shape in kind if is_matrix(name, shape))
-    grows = bits != 16 or (stored or dtype).itemsize < dtype.itemsize
-    decoded_bytes = largest * dtype.itemsize if grows else 0
+    decoded_bytes = max((math.prod(shape) for _, shape in decoded), default=0) * dtype.itemsize
     return _shape(parts, dtype, [alike[kind] for kind in parts.layers], rest_bytes, decoded_bytes=decoded_bytes)
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a layer's parameter is one that passes multiply with, and that few bits suffice for."""
-    return len(shape) >= 2 and not name.endswith("bias") and not _ROUTER.search(name)
+    """Whether a layer's parameter is one that passes multiply with."""
+    return len(shape) >= 2 and not name.endswith("bias")
+
+
+def is_quantized(model: torch.nn.Module, name: str, shape: Sequence[int]) -> bool:
+    """Whether few bits suffice for what parameter `name` of `model` is stored as, in `shape`.
+
+    They do for weights of linear layers and for fused experts of even width, not for what chooses among experts.
+    """
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    is_linear = isinstance(module, torch.nn.Linear) and leaf == "weight"
+    is_experts = getattr(module, leaf).dim() == 3
+    is_router = not _ROUTERS.isdisjoint(owner.split("."))
+    return (is_linear or is_experts) and not is_router and len(shape) > 1 and shape[-1] % 2 == 0
 
 
 def _anatomy_of(model: PreTrainedModel) -> Anatomy:
     stem, layers = decoder_layers(model)
     text = model.config.get_text_config(decoder=True)
     named = [(name, tuple(each.shape)) for name, each in model.named_parameters()]
+    kinds = [tuple((name, tuple(each.shape)) for name, each in layer.named_parameters()) for layer in layers]
     return Anatomy(
         model.config,
-        tuple(tuple((name, tuple(each.shape)) for name, each in layer.named_parameters()) for layer in layers),
+        tuple(kinds),
         tuple((name, shape) for name, shape in named if not name.startswith(stem)),
         model.config._attn_implementation == "eager" or bool(getattr(text, "attn_logit_softcapping", None)),
         embedding_names(model),
+        frozenset(
+            each for layer, kind in zip(layers, kinds, strict=True) for each in kind if is_quantized(layer, *each)
+        ),
     )
 
 
-def _sketched_layer(kind: Kind, bits: int, dtype: torch.dtype, stored: torch.dtype) -> SketchedLayer:
+def _plain_layer(kind: Kind, dtype: torch.dtype, stored: torch.dtype) -> SketchedLayer:
     count = sum(math.prod(shape) for _, shape in kind)
     signature = (hash(kind),)
-    if bits == 16 and stored.itemsize < dtype.itemsize:
+    if stored.itemsize < dtype.itemsize:
         vectors = sum(math.prod(shape) for _, shape in kind if len(shape) == 1) * dtype.itemsize
         return SketchedLayer(count * stored.itemsize, count * stored.itemsize + vectors, vectors, signature)
-    if bits == 16:
-        workspace = 0 if stored == dtype else count * dtype.itemsize
-        return SketchedLayer(count * stored.itemsize, count * dtype.itemsize, workspace, signature)
-    size = 0
-    for name, shape in kind:
-        stored_parts = _QUANTIZED[bits].layout(shape).values() if is_matrix(name, shape) else [(dtype, shape)]
-        size += sum(each.itemsize * math.prod(dimensions) for each, dimensions in stored_parts)
-    return SketchedLayer(size, size, 0, signature)
+    workspace = 0 if stored == dtype else count * dtype.itemsize
+    return SketchedLayer(count * stored.itemsize, count * dtype.itemsize, workspace, signature)
+
+
+def _quantized_layer(
+    kind: Kind, quantized: Collection[tuple], dtype: torch.dtype, few_bytes: Callable[[tuple[int, ...]], int]
+) -> SketchedLayer:
+    size = sum(few_bytes(each[1]) if each in quantized else math.prod(each[1]) * dtype.itemsize for each in kind)
+    return SketchedLayer(size, size, 0, (hash(kind),))
+
+
+def _pack_bytes(bits: int, shape: tuple[int, ...]) -> int:
+    return sum(dtype.itemsize * math.prod(own) for dtype, own in _QUANTIZED[bits].layout(shape).values())
+
+
+def _authored_bytes(bits: float, shape: tuple[int, ...]) -> int:
+    return round(math.prod(shape) * bits / 8)
 
 
 def _shape(

@@ -189,3 +189,21 @@ def test_already_quantized(sharded):
 def test_recurrent_layers_are_refused_by_name(sharded, changes, word):
     edit_config(sharded, **changes)
     assert word in message_of(ValueError, sharded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": None}, ["hidden_size", "NoneType"]),
+        ({"hidden_size": "big"}, ["hidden_size", "'big'"]),
+        ({"num_attention_heads": 0}, ["zero"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers is 0", "1 or more"]),
+        ({"quantization_config": 3}, ["to_dict"]),
+        ({"model_type": "gemma3n_text", "intermediate_size": [96] * 4}, ["intermediate_size is [96, 96", "one number"]),
+        ({"model_type": "gemma4_text", "global_head_dim": 32, "head_dim": 16}, ["head_dim", "one size"]),
+    ],
+)
+def test_a_wrong_value_in_a_config_is_named(sharded, changes, words):
+    edit_config(sharded, **changes)
+    message = message_of(ValueError, sharded)
+    assert all(word in message for word in ["config.json", *words]), message

@@ -1,6 +1,7 @@
 """Checkpoints quantized by others: decoded layer by layer, or refused by name; and overflow in float16."""
 
 import json
+import shutil
 
 import pytest
 import tiny
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import logits_of
 from transformers import AutoModelForCausalLM
 
+from app.blueprint import draw_up
 from offload.checkpoint import open_checkpoint
 from offload.load import load_model, outline
 from offload.pack import open_pack
@@ -214,3 +216,32 @@ def test_float16_without_overflow_is_left_alone(tmp_path):
     expected = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float16), IDS)
     with loaded(tmp_path, dtype=torch.float16) as target:
         torch.testing.assert_close(logits_of(target.model, IDS), expected, rtol=1e-4, atol=1e-4)
+
+
+def scaled_in_bf16(encode):
+    def encoded(weight):
+        stored, values = encode(weight)
+        return {**stored, "weight_scale": stored["weight_scale"].bfloat16()}, values
+
+    return encoded
+
+
+@pytest.mark.parametrize(
+    ("quantization", "encode"),
+    [(FP8, fp8_blocks), (FP8_ROWS, fp8_rows), (INT8, int8_rows), (INT4, scaled_in_bf16(int4_groups))],
+    ids=["fp8", "fp8 rows", "int8", "int4"],
+)
+def test_a_config_alone_tells_the_bytes_that_headers_tell(tmp_path, quantization, encode):
+    packed, _ = requantized(tmp_path, quantization, encode, intermediate_size=1024)
+    (tmp_path / "described").mkdir()
+    shutil.copy(packed / "config.json", tmp_path / "described")
+    here, described = (draw_up(str(path), offline=True) for path in (packed, tmp_path / "described"))
+    assert (described.describe(16), described.is_packed) == (here.describe(16), True)
+    drawn, real = (each.shape(16, torch.float32) for each in (described, here))
+    for ours, theirs in zip(drawn.layers, real.layers, strict=True):
+        # Scales of rows as narrow as these are not nothing, and files are read in whole blocks.
+        assert abs(ours.slot_bytes - theirs.slot_bytes) < 0.03 * theirs.slot_bytes + 3 * 4096
+    assert drawn.decoded_bytes == real.decoded_bytes
+    assert described.rounded(16, torch.float32).stored_bytes == described.plain(torch.float32).stored_bytes
+    with pytest.raises(ValueError, match="already quantized .*: leave out --bits"):
+        described.shape(4, torch.float32)

@@ -61,6 +61,22 @@ def test_does_not_fit_says_what_is_needed_what_there_is_and_what_to_try():
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"resident": 12}, "keep fewer than 12 layers resident, shorten"),
+        ({"resident": 0, "num_slots": 11}, "take fewer than 11 slots, shorten"),
+        ({"resident": 0}, "if it is set), shorten the context or lower the budget"),
+    ],
+)
+def test_does_not_fit_names_what_was_asked_for(asked, words):
+    with pytest.raises(DoesNotFit) as caught:
+        plan(ALIKE, fixed={"head": 5 * MB}, limit_bytes=20 * MB, **asked)
+    assert words in str(caught.value)
+    assert "draft" not in str(caught.value)
+    assert plan(ALIKE, fixed={"head": 5 * MB}, limit_bytes=caught.value.needed_bytes, **asked).total_bytes
+
+
 def test_a_lone_fat_layer_has_a_slot_to_itself_and_is_read_once():
     layers = [layer(0, 100, "fat"), *(layer(i, 10) for i in range(1, 12))]
     chosen = plan(layers, fixed={}, limit_bytes=120 * MB)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from app.blueprint import Blueprint
 from app.draft import model_draft, plain_draft
-from app.forecast import Question, decide, device_limit, forecast, levers, ram_room
+from app.forecast import Question, decide, device_limit, forecast, idle_limits, levers, ram_room
 from app.machines import curves, named_machine, read_table
 from offload.plan import DoesNotFit, fit, place
 from offload.predict import (
@@ -385,6 +385,40 @@ def test_levers_help_as_much_as_they_say():
     _, other = forecast(replace(asked, bits=4))
     assert four.gain == pytest.approx(other.prediction.tokens_per_s[1] / choice.prediction.tokens_per_s[1])
     assert {"draft", "bits", "ram"} <= {flag for lever in found for flag in lever.flags}
+
+
+@pytest.mark.parametrize(("gpu", "limit"), [("none", 2 * GB), ("RTX 4090", 2 * GB)])
+def test_a_refusal_names_what_the_cheapest_draft_needs(gpu, limit):
+    asked = question("Llama 3 70B", named_machine(gpu, 64 * GB, 3e9), draft="auto", bits=4, device_limit=limit)
+    with pytest.raises(DoesNotFit) as refusal:
+        forecast(asked)
+    needed = refusal.value.needed_bytes
+    assert f"{needed / GB:.2f} GB are needed at least" in str(refusal.value)
+    forecast(replace(asked, device_limit=needed))
+    with pytest.raises(DoesNotFit):
+        forecast(replace(asked, device_limit=needed - 1))
+
+
+def test_main_memory_is_offered_for_machines_that_are_not_here():
+    machine = named_machine("RTX 4090", 16 * GB, 3e9)
+    for asked, flag in [
+        (question("Llama 3 70B", machine, bits=4), "ram"),
+        (question("Llama 3 70B", machine, bits=4, ram_limit=8 * GB), "ram-limit"),
+        (question("Llama 3 70B", replace(machine, is_named=False), bits=4), None),
+    ]:
+        offered = {flag for lever in levers(asked, forecast(asked)[1]) for flag in lever.flags}
+        assert offered & {"ram", "ram-limit"} == ({flag} if flag else set())
+
+
+@pytest.mark.parametrize(("gpu", "ram_counts"), [("RTX 4090", False), ("none", True)])
+def test_limits_beyond_the_machine_change_nothing(gpu, ram_counts):
+    hardware = named_machine(gpu, 64 * GB, 3e9).hardware
+    room = device_limit(hardware, None, None)
+    assert device_limit(hardware, 10**14, 10**14) == room <= hardware.free_bytes
+    assert device_limit(hardware, GB, None) == GB
+    assert device_limit(hardware, None, GB) == (GB if ram_counts else room)
+    assert [line.split()[0] for line in idle_limits(hardware, 10**14, 10**14)] == ["--device-limit", "--ram-limit"]
+    assert idle_limits(hardware, room, GB) == idle_limits(hardware, None, None) == []
 
 
 def test_the_smallest_change_that_makes_it_fit():
