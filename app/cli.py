@@ -35,10 +35,18 @@ _Text = str | None
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 _Program = Literal["vllm", "sglang"]
 Offline = Annotated[bool, typer.Option("--offline", help="Use nothing but what is on this machine.")]
+_Figures = Annotated[bool, typer.Option("--json", help="End with a line that is one JSON object.")]
+
+
+def _not_empty(value: Any) -> Any:
+    """Refuses "", which is what a shell makes of a variable that is not set: to drop it would choose another model."""
+    if value == "":
+        raise typer.BadParameter("it is empty: give a value or leave it out")
+    return value
 
 
 def _option(name: str, metavar: str, what: str, panel: str = "Options") -> typer.models.OptionInfo:
-    return typer.Option(name, metavar=metavar, help=what, rich_help_panel=panel)
+    return typer.Option(name, metavar=metavar, help=what, rich_help_panel=panel, callback=_not_empty)
 
 
 def _model(name: str, metavar: str, what: str) -> typer.models.OptionInfo:
@@ -112,7 +120,7 @@ def run(
     from app.settings import READERS
 
     try:
-        flags = {key: value for key, value in context.params.items() if key in READERS and value}
+        flags = {key: value for key, value in context.params.items() if key in READERS and value is not None}
         chosen = chosen_settings(preset, flags)
         if raw and chosen.settings.system:
             raise ValueError("--system needs the chat template, which --raw leaves out")
@@ -149,7 +157,7 @@ def plan(
     ram_limit: Annotated[_Text, _memory("--ram-limit", "SIZE", "Main memory to use, as 16GB.")] = None,
     slots: Annotated[_Text, _memory("--slots", "N", "Slots that streamed layers pass through.")] = None,
     resident: Annotated[_Text, _memory("--resident", "N", "Layers to keep in memory; as many as fit.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: _Figures = False,
     offline: Offline = False,
     debug: Debug = False,
 ) -> int:
@@ -176,7 +184,7 @@ def plan(
 
 @command.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: _Figures = False,
     debug: Debug = False,
 ) -> int:
     """Check the installation and this machine, and say how to mend what is wrong."""
@@ -204,7 +212,7 @@ def _with_settings_of_run(function: Callable[..., int]) -> Callable[..., int]:
         from app.presets import chosen_settings
 
         try:
-            chosen = chosen_settings(preset, {key: given[key] for key in READERS if given.get(key)})
+            chosen = chosen_settings(preset, {key: given[key] for key in READERS if given.get(key) is not None})
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         from app.quiet import quiet_libraries
@@ -259,7 +267,11 @@ def bench(
     chosen: "Resolved",
     prompts: Annotated[
         _Text,
-        typer.Argument(metavar="FILE|ID", help="JSONL, parquet or Hub data set; the package's own if left out."),
+        typer.Argument(
+            metavar="FILE|ID",
+            help="JSONL, parquet or Hub data set; the package's own if left out.",
+            callback=_not_empty,
+        ),
     ] = None,
     out: Annotated[
         str, _option("--out", "DIR", "Where the log, results and plots go; goes on with a log there.")
@@ -329,7 +341,7 @@ def train(
     corpus: Annotated[_Text, _option("--corpus", "DIR", "Where the texts are or go; in --out if left out.")] = None,
     dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What the target computes in.")] = None,
     device: Annotated[_Text, _memory("--device", "auto|cpu|cuda", "Where to compute.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: _Figures = False,
     offline: Offline = False,
     debug: Debug = False,
 ) -> None:
@@ -352,7 +364,9 @@ def train(
 
 @command.command()
 def pull(
-    model: Annotated[str, typer.Argument(metavar="NAME|ID", help="A preset, a Hub id or a .gguf file.")],
+    model: Annotated[
+        str, typer.Argument(metavar="NAME|ID", help="A preset, a Hub id or a .gguf file.", callback=_not_empty)
+    ],
     offline: Offline = False,
     debug: Debug = False,
 ) -> None:
@@ -364,7 +378,7 @@ def pull(
 
 @command.command("list")
 def list_presets(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: _Figures = False,
     offline: Offline = False,
     debug: Debug = False,
 ) -> None:
@@ -386,7 +400,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = command(arguments, prog_name="specexec", standalone_mode=False)
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit):  # typer turns the first into the second where it sees it
+    except (BrokenPipeError, SystemExit) as error:  # typer turns the first into the second where it sees it
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise  # a library's own
         return _end_quietly()
     except (typer.Abort, KeyboardInterrupt):
         code = INTERRUPTED
@@ -416,10 +432,22 @@ def _read_prompt(argument: str | None) -> str:
 def _one_line(error: Exception) -> str:
     """What the user can act on; a failure that nobody foresaw also says its kind and how to see more."""
     message = " ".join(str(error).split())
+    if isinstance(error, OSError) and _is_about_the_cache(error):
+        message += "; set SPECEXEC_CACHE to a folder that can be written to"
     foreseen = isinstance(error, (ValueError, OSError, FloatingPointError)) or type(error).__module__.startswith(
         "offload"
     )
     return message if foreseen and message else f"{type(error).__name__}: {message} (--debug shows the traceback)"
+
+
+def _is_about_the_cache(error: OSError) -> bool:
+    """Whether the file it names is in the cache directory, or is a folder that this one would have to be made in."""
+    from app.environment import cache_dir
+
+    if not isinstance(error.filename, str):
+        return False
+    file, folder = Path(error.filename), cache_dir()
+    return file.is_relative_to(folder) or file in folder.parents
 
 
 def _end_quietly() -> int:

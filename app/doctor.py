@@ -115,17 +115,20 @@ def _memory() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     folder = cache_dir()
-    present = next(each for each in (folder, *folder.parents) if each.exists())
-    free = shutil.disk_usage(present).free
+    try:
+        present = next(each for each in (folder, *folder.parents) if each.exists())
+        free = shutil.disk_usage(present).free
+        disk = list(_disk(present, min(_SAMPLE_BYTES, free // 4)))
+    except OSError as error:
+        remedy = "set SPECEXEC_CACHE to a folder that can be written to, on a disk with free space"
+        yield Finding("cache", "broken", f"{folder} cannot be used: {error.strerror or error}", remedy)
+        return
     what = f"{folder}, {format_size(free)} free"
     if free < _LITTLE_ROOM_BYTES:
         yield Finding("cache", "warning", what, "set SPECEXEC_CACHE to a disk with more room for models")
     else:
         yield Finding("cache", "ok", what)
-    try:
-        yield from _disk(present, min(_SAMPLE_BYTES, free // 4))
-    except PermissionError:
-        yield Finding("cache", "broken", f"{present} cannot be written to", "set SPECEXEC_CACHE to a folder of yours")
+    yield from disk
 
 
 def _disk(folder: Path, num_bytes: int) -> Iterator[Finding]:

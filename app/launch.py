@@ -20,7 +20,7 @@ from app.draft import (
     self_draft,
 )
 from app.environment import environment_engine_key
-from app.forecast import decide, device_limit, ram_room
+from app.forecast import decide, device_limit, idle_limits, ram_room
 from app.learned import recall, remember
 from app.learned_draft import LearnedDraft, learned_draft
 from app.machines import Machine, this_machine
@@ -31,8 +31,10 @@ from app.remote import RemoteSession, connect
 from app.session import Session, stop_ids_of
 from app.settings import (
     DRAFT_KINDS,
+    OF_A_DRAFT_MODEL,
     Resolved,
     Settings,
+    flag_name,
     guesses_repetitions,
     idle_settings,
     named_model,
@@ -140,13 +142,15 @@ def open_session(
     gc.collect()  # hooks lead from layers back to their session: without this a closed one still counts as taken,
     release_unused()  # and what torch keeps of it, too
     checkpoint = open_target(chosen.settings, offline=offline)
-    chosen = with_generation_config(chosen, checkpoint.generation_config)
+    chosen = with_generation_config(chosen, checkpoint.generation_config, note)
     for line in idle_settings(chosen):
         note(line)
     settings = chosen.settings
     target = _outlined(checkpoint, settings)
-    draft = _external_draft(settings, target, offline=offline, note=note)
+    draft = _external_draft(chosen, target, offline=offline, note=note)
     machine, reading = _measured(target, settings)
+    for line in idle_limits(machine.hardware, settings.device_limit, settings.ram_limit):
+        note(line)
     choice, draft = _chosen(settings, target, draft, machine)
     kind, budget, chosen_plan = choice.draft.kind, choice.budget, choice.plan
     if settings.draft == "auto" and kind == "ngram" and chosen_plan.streamed_bytes:
@@ -195,7 +199,7 @@ def open_session(
             note=note,
         )
         rate = machine.rates.link_bps if chosen_plan.tier == "ram" else machine.rates.disk_bps
-        raw_link_bps = rate if chosen_plan.streamed else None
+        raw_link_bps = rate if chosen_plan.streamed_bytes else None
         yield Running(session, chosen, checkpoint, choice, target.shape, machine.rates, raw_link_bps, count_streamed)
 
 
@@ -217,13 +221,17 @@ def _outlined(checkpoint: Checkpoint, settings: Settings) -> _Target:
 
 
 def _external_draft(
-    settings: Settings, target: _Target, *, offline: bool, note: Callable[[str], None]
+    chosen: Resolved, target: _Target, *, offline: bool, note: Callable[[str], None]
 ) -> DraftModel | LearnedDraft | None:
+    settings = chosen.settings
     if settings.draft in DRAFT_KINDS:
         return None
     directory, own = (locate(name, offline=offline) for name in (named_model(settings.draft), settings.target))
     vocab_size = target.shape.text.vocab_size
     if learned := learned_draft(directory, own, vocab_size=vocab_size, dtype=target.dtype):
+        for key in OF_A_DRAFT_MODEL:
+            if chosen.origins.get(key) == "flag":
+                raise ValueError(f"{flag_name(key)} has no effect on {settings.draft}, a learned draft: leave it out")
         return learned
     return external_draft(
         directory,

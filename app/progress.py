@@ -50,8 +50,7 @@ class Progress:
 
     def __call__(self, done: int, total: int) -> None:
         self._done, self._total = max(self._done, done), total
-        if self._listener is not None:
-            self._listener(self._phase, self._done, total, self._unit)
+        self._tell()
         now = time.monotonic()
         if total and now - self._shown >= self._interval_s:
             self._shown = now
@@ -63,11 +62,17 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._is_visible and error is None:
+        if error is None and self._total:
             self._done = self._total
-            self._show(time.monotonic())
+            self._tell()
+            if self._is_visible:
+                self._show(time.monotonic())
         if self._is_visible and self._rewrites:
             print(file=self._stream, flush=True)
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener(self._phase, self._done, self._total, self._unit)
 
     def _show(self, now: float) -> None:
         elapsed = max(now - self._started, 1e-9)
@@ -102,3 +107,4 @@ def watching(phase: str, count_done: Callable[[], int], total: int, *, unit: str
         finally:
             over.set()
             watcher.join()
+        progress(min(count_done(), total), total)

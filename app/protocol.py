@@ -107,6 +107,7 @@ class _Generation(_Body):
 
     def params(self, settings: Settings, *, seed: int) -> SamplingParams:
         """How to draw; `settings` say what the request leaves open. Refused names the field that is out of range."""
+        repeat = self.repeat_penalty if self.repetition_penalty is None else self.repetition_penalty
         given = {
             "temperature": (self.temperature, settings.temp),
             "top_p": (self.top_p, settings.top_p),
@@ -114,7 +115,7 @@ class _Generation(_Body):
             "min_p": (self.min_p, settings.min_p),
             "presence_penalty": (self.presence_penalty, settings.presence_penalty),
             "frequency_penalty": (self.frequency_penalty, settings.frequency_penalty),
-            "repetition_penalty": (self.repetition_penalty or self.repeat_penalty, settings.repeat_penalty),
+            "repetition_penalty": (repeat, settings.repeat_penalty),
             "min_tokens": (self.min_tokens, settings.min_tokens),
             "seed": (None if self.seed is None else self.seed % 2**63, seed),
         }

@@ -17,7 +17,17 @@ _PASSED_ON = {  # to the server that an engine is
     *("min_tokens", "seed", "max_tokens", "stop", "system"),
 }
 
+OF_A_DRAFT_MODEL = ("draft_bits", "draft_ctx")  # not of a learned draft, nor of one without weights
+
 _CUTS = ("top_p", "top_k", "min_p")  # of what is drawn from, where anything is drawn
+
+_OF_GENERATION = {  # what a model's generation_config calls them
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repeat_penalty": "repetition_penalty",
+}
 
 Reader = Callable[[Any], Any]
 
@@ -29,7 +39,7 @@ def _text(value: Any) -> str:
 
 
 def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(_text(each) for each in ([value] if isinstance(value, str) else value))
+    return tuple(_text(each) for each in (value if isinstance(value, (list, tuple)) else [value]))
 
 
 def _draft(value: Any) -> str:
@@ -61,13 +71,12 @@ def _choice(*names: str) -> Reader:
 def _number(kind: type, what: str, allowed: Callable[[Any], bool]) -> Reader:
     def read(value: Any) -> Any:
         try:
-            number = kind(value) if isinstance(value, str) else value
-        except ValueError:
+            number = kind(value) if isinstance(value, (str, int)) else value
+        except (ValueError, OverflowError):
             number = None
-        is_number = isinstance(number, (int, kind)) and not isinstance(number, bool)
-        if not is_number or not allowed(number):
-            raise ValueError(f"{what}, not {value}")
-        return kind(number)
+        if isinstance(value, bool) or not isinstance(number, kind) or not allowed(number):
+            raise ValueError(f"{what}, not {str(value) or repr(value)}")
+        return number
 
     return read
 
@@ -78,6 +87,13 @@ def _at_least(low: int) -> Reader:
 
 def _auto_or(read: Reader) -> Reader:
     return lambda value: None if value == "auto" else read(value)
+
+
+def _temperature(value: Any) -> float:
+    number = _number(float, "0 (greedy) or more", lambda x: 0 <= x < math.inf)(value)
+    if 0 < number < 1e-6:  # what sampling takes
+        raise ValueError(f"0 (greedy) or at least 1e-6, not {value}")
+    return number
 
 
 _penalty = _number(float, "between -2 and 2", lambda x: -2 <= x <= 2)
@@ -98,7 +114,7 @@ READERS: dict[str, Reader] = {
     "ram_limit": _size,
     "slots": _at_least(1),
     "resident": _at_least(0),
-    "temp": _number(float, "0 (greedy) or more", lambda x: 0 <= x < math.inf),
+    "temp": _temperature,
     "top_p": _number(float, "above 0 and at most 1", lambda x: 0 < x <= 1),
     "top_k": _at_least(0),
     "min_p": _number(float, "from 0 to below 1", lambda x: 0 <= x < 1),
@@ -192,21 +208,27 @@ def resolve(
     return resolved
 
 
-def with_generation_config(resolved: Resolved, generation_config: Any) -> Resolved:
-    """Fills sampling values that nothing else set from a model that asks to be sampled (`do_sample`)."""
+def with_generation_config(
+    resolved: Resolved, generation_config: Any, note: Callable[[str], None] = lambda line: None
+) -> Resolved:
+    """Fills sampling values that nothing else set from a model that asks to be sampled (`do_sample`).
+
+    `note` is told in a line of each value that cannot be used: the model starts without it.
+    """
     config = generation_config or SimpleNamespace()
     if not getattr(config, "do_sample", False):
         return resolved
-    wanted = {
-        "temp": 1.0 if (temp := getattr(config, "temperature", None)) is None else temp,
-        "top_p": getattr(config, "top_p", None),
-        "top_k": getattr(config, "top_k", None),
-        "min_p": getattr(config, "min_p", None),
-        "repeat_penalty": getattr(config, "repetition_penalty", None),
-    }
-    new = {
-        key: READERS[key](value) for key, value in wanted.items() if value is not None and key not in resolved.origins
-    }
+    new: dict[str, Any] = {} if "temp" in resolved.origins else {"temp": 1.0}
+    for key, name in _OF_GENERATION.items():
+        value = getattr(config, name, None)
+        if value is None or key in resolved.origins:
+            continue
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)  # as JSON may have whole numbers
+        try:
+            new[key] = 0 if key == "top_k" and value == -1 else READERS[key](value)  # -1: off, to some programs
+        except ValueError as error:
+            note(f"{name} of the model's generation_config is ignored: it must be {error}")
     origins = {**resolved.origins, **dict.fromkeys(new, "generation_config")}
     return replace(resolved, settings=replace(resolved.settings, **new), origins=origins)
 
@@ -248,6 +270,10 @@ def _refuse_idle(resolved: Resolved) -> None:
         )
     if origins.get("draft_ctx") == "flag" and not external:
         raise ValueError(f"--draft-ctx needs a draft model: --draft ID or a directory, not {settings.draft}")
+    if origins.get("past") == "flag" and settings.past == "on" and not guesses_repetitions(settings.draft):
+        raise ValueError(
+            f"--past on needs a draft that repeats: --draft suffix, graft or graft:MODEL, not {settings.draft}"
+        )
     if "temp" in origins and settings.temp == 0:
         for key in _CUTS:
             if origins.get(key) == "flag":

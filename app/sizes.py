@@ -9,14 +9,14 @@ _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `8GB`, `900 MB`, `1.5GiB` or a plain number; ValueError for anything else and for zero."""
+    """Bytes of `8GB`, `900 MB`, `1.5GiB` or a plain number; ValueError for anything else, zero and 2^63 or more."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or match[2].upper() not in _UNITS:
         raise ValueError(f"a size such as 900MB, 8GB or 1.5GiB, not {text!r}")
-    num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    if num_bytes < 1:
-        raise ValueError(f"a size above zero, not {text!r}")
-    return num_bytes
+    num_bytes = float(match[1]) * _UNITS[match[2].upper()]
+    if not 1 <= num_bytes < 2**63:
+        raise ValueError(f"a size above zero and below 9 million TB, not {text!r}")
+    return int(num_bytes)
 
 
 def format_size(num_bytes: float) -> str:

@@ -30,6 +30,8 @@ _LEAST = np.finfo(np.float64).tiny  # so that no noise is infinite
 class SamplingParams:
     """How tokens are drawn. Temperature 0 is greedy; 0 for top_k and 1 for top_p mean no filter.
 
+    Between 0 and 1e-6 there is no temperature: logits divided by it might be infinite, and all of those alike.
+
     repetition_penalty divides (multiplies, where negative) the logits of every token of prompt and answer; presence and
     frequency penalties are subtracted once, or once per occurrence, for tokens of the answer only.
     """
@@ -50,7 +52,7 @@ class SamplingParams:
             if not isinstance(value, (int, float)) or value != value or abs(value) == float("inf"):
                 raise ValueError(f"{field.name} must be a finite number, not {value!r}")
         checks = {
-            "temperature": (self.temperature >= 0, "at least 0 (0 is greedy)"),
+            "temperature": (self.temperature == 0 or self.temperature >= 1e-6, "0 (greedy) or at least 1e-6"),
             "top_k": (self.top_k >= 0, "at least 0 (0 switches it off)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from gguf import GGUFWriter
 from tiny_tokenizer import word_tokenizer
 
-from app.cli import main, serve
+from app.cli import command, main, serve
 
 CALL = [sys.executable, "-c", "import sys; from app.cli import main; sys.exit(main())"]
 TINY = ["--dtype", "float32", "--max-tokens", "12", "--ctx", "128", "--budget", "8"]
@@ -25,9 +26,13 @@ def _own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
 
 
-def run(capsys, *arguments):
-    code = main(["run", *map(str, arguments)])
+def run_command(capsys, *arguments):
+    code = main([*map(str, arguments)])
     return code, *capsys.readouterr()
+
+
+def run(capsys, *arguments):
+    return run_command(capsys, "run", *arguments)
 
 
 def copy(source, destination):
@@ -63,7 +68,7 @@ def test_answer_status_line_and_json(chat_model, capsys):
     code, text, status = run(capsys, "the cat", "--target", chat_model, *TINY)
     assert code == 0
     assert text.endswith("\n")
-    assert status.startswith("12 tokens | ")
+    assert status.splitlines()[-1].startswith("12 tokens | ")  # a slow load has had its line before
     code, out, _ = run(capsys, "the cat", "--target", chat_model, *TINY, "--json", "--draft", "none")
     report = json.loads(out.splitlines()[-1])
     assert code == 0
@@ -119,6 +124,20 @@ def test_verbose_tells_origins_and_memory(chat_model, capsys):
 )
 def test_wrong_usage(capsys, arguments, words):
     expect_error(run(capsys, *arguments), 2, *words)
+
+
+@pytest.mark.parametrize("name", sorted(typer.main.get_command(command).commands))
+def test_no_empty_value_is_dropped(capsys, name):
+    """Of `--target "$UNSET"` the shell leaves an empty text; without it another model would answer."""
+    needed = {"run": ["x"], "export": ["vllm"], "train": ["--recipe", "eagle3", "--out", "x"], "pull": [], "list": []}
+    options = [each for each in typer.main.get_command(command).commands[name].params if each.name != "prompt"]
+    flags = [each.opts[0] for each in options if not getattr(each, "is_flag", False) and each.opts[0].startswith("--")]
+    assert ("--target" in flags) == (name not in ("doctor", "list", "pull"))
+    for flag in flags:
+        code, out, errors = run_command(capsys, name, *needed.get(name, ()), flag, "")
+        assert (code, out) == (2, "") and flag in errors and errors.count("\n") == 1
+    if name in ("bench", "pull"):
+        assert run_command(capsys, name, "")[0] == 2
 
 
 def test_presets_that_are_none(tmp_path, capsys):
@@ -182,6 +201,24 @@ def test_limits_that_are_too_small(chat_model, capsys):
     expect_error(run(capsys, "x", "--target", chat_model, "--ctx", "9999"), 1, "512")
 
 
+def test_a_cache_that_cannot_be_used_is_named(chat_model, tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "cache", Path("/proc/nowhere/cache")):
+        monkeypatch.setenv("SPECEXEC_CACHE", str(place))
+        expect_error(run(capsys, "x", "--target", chat_model, "--bits", "4"), 1, "set SPECEXEC_CACHE to a folder")
+    code, _, errors = run(capsys, "x", "--preset", tmp_path / "none.toml")
+    assert code == 1 and "SPECEXEC_CACHE" not in errors
+
+
+def test_layers_that_stay_in_their_slots_have_no_link(chat_model, capsys):
+    options = ["--target", chat_model, *TINY, "--resident", "2", "--json"]
+    for slots, is_streamed in (("1", True), ("2", False)):
+        _, out, status = run(capsys, "x", *options, "--slots", slots)
+        report = json.loads(out)
+        assert (report["num_streamed"], report["raw_link_bps"] is not None) == (2, is_streamed)
+        assert ("| link " in status) == is_streamed
+
+
 def test_layers_with_recurrent_state_are_refused_by_name(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     expect_error(run(capsys, "x", "--target", tmp_path), 1, "mamba")
@@ -204,6 +241,13 @@ def test_debug_shows_the_traceback(tmp_path, capsys):
 def test_interrupt_is_130(capsys, monkeypatch):
     monkeypatch.setattr("app.presets.chosen_settings", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert run(capsys, "x")[0] == 130
+
+
+def test_a_library_that_leaves_keeps_its_code(monkeypatch):
+    monkeypatch.setattr("app.presets.chosen_settings", lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit) as left:
+        main(["run", "x"])
+    assert left.value.code == 3
 
 
 def test_closed_pipe_ends_quietly():

@@ -27,7 +27,7 @@ def test_values_config_and_tokenizer_are_those_of_the_file(source, tmp_path):
     with progress.told(lambda *report: told.append(report)):
         convert(source, folder)
     shares = [done for _, done, total, _ in told if total == 100]
-    assert shares == sorted(shares) and shares[-1] >= 85
+    assert shares == sorted(shares) and shares[-1] == 100
     expected = AutoModelForCausalLM.from_pretrained(
         source.parent,
         gguf_file=source.name,
@@ -49,6 +49,29 @@ def test_what_cannot_be_read_is_named(tmp_path):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF but no more")
     with pytest.raises(ValueError, match=r"bad\.gguf"):
         convert(tmp_path / "bad.gguf", tmp_path)
+
+
+def test_who_listens_hears_of_the_end():
+    told = []
+    with progress.told(lambda *report: told.append(report)):
+        with progress.Progress("load") as shown:
+            shown(3, 8)
+        with progress.watching("read", lambda: 5, 8):
+            pass
+    assert told == [("load", 3, 8, "B"), ("load", 8, 8, "B"), ("read", 5, 8, "B"), ("read", 8, 8, "B")]
+
+
+def test_who_listens_hears_of_no_end_that_an_error_made():
+    told = []
+
+    def fail():
+        with progress.Progress("load") as shown:
+            shown(3, 8)
+            raise OSError("gone")
+
+    with progress.told(lambda *report: told.append(report)), pytest.raises(OSError, match="gone"):
+        fail()
+    assert told == [("load", 3, 8, "B")]
 
 
 def test_a_pipe_gets_a_line_every_few_seconds(monkeypatch):

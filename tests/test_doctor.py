@@ -1,6 +1,7 @@
 """The command `doctor`: a line for each thing looked at, and a remedy for each that is wrong."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_little_room_and_a_slow_disk(monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "set SPECEXEC_CACHE to a disk with more room" in text
     assert "warning disk: " in text
+
+
+def test_a_cache_that_cannot_be_used(monkeypatch, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "cache", Path("/proc/nowhere")):
+        monkeypatch.setenv("SPECEXEC_CACHE", str(place))
+        assert main(["doctor"]) == 1
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if "cache" in line)
+        assert line.startswith(f"BROKEN  cache: {place} cannot be used: ") and "set SPECEXEC_CACHE" in line
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch, capsys):

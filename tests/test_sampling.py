@@ -14,6 +14,7 @@ from specexec.sampling import SamplingParams, make_sampler
     [
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", 1e-39),
         ("top_p", 1.1),
         ("top_p", 0.0),
         ("top_k", -1),
@@ -28,6 +29,11 @@ from specexec.sampling import SamplingParams, make_sampler
 def test_bad_values_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"^{field} must be"):
         SamplingParams(**{field: value})
+
+
+def test_the_least_temperature_draws_the_likeliest_token() -> None:
+    params = SamplingParams(temperature=1e-6)
+    assert make_sampler(params, [], 0)(torch.tensor([3.0, 2e4, 3e4, 2.9e4]), np.zeros(1, np.int64)) == 2
 
 
 def test_penalties_count_the_answer_not_the_prompt() -> None:
