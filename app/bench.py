@@ -4,6 +4,7 @@ import hashlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -18,10 +19,11 @@ from app.bench_report import draw, markdown, summary
 from app.environment import is_offline
 from app.launch import Running, open_session
 from app.progress import Progress
-from app.settings import DRAFT_KINDS, Resolved, Settings
+from app.settings import DRAFT_KINDS, OF_A_DRAFT_MODEL, Resolved, Settings
 from app.template import Message
 
 _DEFAULT_MAX_TOKENS = 256
+_WHERE = ("draft", "budget", "question_id")  # what a record of the log belongs to
 
 
 def run_bench(
@@ -40,11 +42,13 @@ def run_bench(
 
     drafts: the settings' kinds, and BASELINES over the settings' own draft model (`self` where that names none).
     versus: a draft to compare each answer with, `none` as a rule. A run that was interrupted goes on where it stopped.
-    Raises ValueError if `out` holds the log of other questions or settings.
+    Raises ValueError if `out` holds the log of other questions or settings, or one that is damaged.
     """
+    if chosen.settings.past == "on" and chosen.origins.get("past") == "flag":
+        raise ValueError("--past on has no effect on a benchmark: its drafts know nothing of earlier answers")
     offline = offline or is_offline()
     questions = stratified(read_questions(prompts, offline=offline), number)
-    log = _Log(out / "log.jsonl", _identity(chosen.settings, questions))
+    log = _Log(out / "log.jsonl", _identity(chosen.settings, questions), questions)
     cells = [(draft, budget) for draft in drafts for budget in (budgets if draft != "none" else (None,))]
     if versus is not None and (versus, None) not in cells:
         cells.insert(0, (versus, None))
@@ -75,8 +79,11 @@ def _opened(chosen: Resolved, draft: str, budget: int | None, *, offline: bool) 
     if method is not None:
         own = chosen.settings.draft
         draft, budget = own if own not in DRAFT_KINDS else "self", budget or USUAL_NODES[method]
-    settings = replace(chosen.settings, draft=draft, budget=budget, past="off")
-    return open_session(replace(chosen, settings=settings), offline=offline, note=_note, method=method)
+    settings, origins = replace(chosen.settings, draft=draft, budget=budget, past="off"), dict(chosen.origins)
+    if draft != chosen.settings.draft:
+        for key in OF_A_DRAFT_MODEL:  # not asked for here: they are for another of the drafts that are compared
+            origins.pop(key, None)
+    return open_session(replace(chosen, settings=settings, origins=origins), offline=offline, note=_note, method=method)
 
 
 def _answers(running: Running, question: Question) -> Iterator[dict[str, Any]]:
@@ -88,7 +95,10 @@ def _answers(running: Running, question: Question) -> Iterator[dict[str, Any]]:
         messages.append({"role": "user", "content": text})
         times, lengths, answer, before = [time.perf_counter()], [], [], 0
         chunks = session.stream(
-            session.encode_chat(messages), running.sampling, max_tokens=settings.max_tokens or _DEFAULT_MAX_TOKENS
+            session.encode_chat(messages),
+            running.sampling,
+            max_tokens=settings.max_tokens or _DEFAULT_MAX_TOKENS,
+            stop=settings.stop,
         )
         for chunk in chunks:
             times.append(time.perf_counter())
@@ -96,7 +106,7 @@ def _answers(running: Running, question: Question) -> Iterator[dict[str, Any]]:
             before = chunk.stats.tokens
             answer.append(chunk.text)
         stats = chunk.stats
-        kept = without_end(lengths, ended=stats.finish_reason == "stop")
+        kept = without_end(lengths, ended=chunk.step.tokens[lengths[-1] - 1] in session.stop_ids)
         messages.append({"role": "assistant", "content": "".join(answer)})
         link_s = stats.streamed_bytes / running.raw_link_bps if running.raw_link_bps else 0.0
         yield {
@@ -115,22 +125,22 @@ def _answers(running: Running, question: Question) -> Iterator[dict[str, Any]]:
 
 
 class _Log:
-    """The answers so far, one JSON line each behind a line that says what the run is; survives an interruption."""
+    """The answers so far, one JSON line each behind a line that says what the run is; survives an interruption.
 
-    def __init__(self, file: Path, identity: str) -> None:
-        self.records: list[dict[str, Any]] = []
+    Of a question that was left half done nothing is kept: it is asked again.
+    """
+
+    def __init__(self, file: Path, identity: str, questions: Sequence[Question]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lines = file.read_text().splitlines() if file.exists() else []
-        if lines and json.loads(lines[0]).get("identity") != identity:
-            raise ValueError(f"{file} belongs to other questions or settings: choose another --out or remove it")
-        for line in lines[1:]:
-            try:
-                self.records.append(json.loads(line))
-            except ValueError:  # cut short by the interruption
-                break
         self._file = file
-        kept = [json.dumps({"identity": identity}), *map(json.dumps, self.records)]
-        file.write_text("".join(line + "\n" for line in kept))
+        num_turns = {question.question_id: len(question.turns) for question in questions}
+        found = _read_log(file, identity)
+        counts = Counter(map(_where, found))
+        self.records = [each for each in found if counts[_where(each)] == num_turns.get(each["question_id"])]
+        lines = [json.dumps({"identity": identity}), *map(json.dumps, self.records)]
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in lines))
+        partial.replace(file)
 
     def add(self, record: dict[str, Any]) -> None:
         self.records.append(record)
@@ -138,16 +148,40 @@ class _Log:
             stream.write(json.dumps(record) + "\n")
 
     def has(self, draft: str, budget: int | None, question: Question) -> bool:
-        """Whether all turns of `question` are there; those of a question half done are dropped, to be asked again."""
-        own = [
-            record
-            for record in self.records
-            if (record["draft"], record["budget"], record["question_id"])
-            == (draft, budget or "auto", question.question_id)
-        ]
-        if 0 < len(own) < len(question.turns):
-            self.records = [record for record in self.records if record not in own]
-        return len(own) == len(question.turns)
+        """Whether all turns of `question` are there."""
+        own = (draft, budget or "auto", question.question_id)
+        return sum(_where(record) == own for record in self.records) == len(question.turns)
+
+
+def _read_log(file: Path, identity: str) -> list[dict[str, Any]]:
+    """The records of `file`, none where there is no such file; a last line that was cut short is left out."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    if not lines:
+        return []
+    head = _parsed(lines[0])
+    if not isinstance(head, dict) or "identity" not in head:
+        raise ValueError(f"{file}, line 1: not the beginning of a benchmark's log; choose another --out or remove it")
+    if head["identity"] != identity:
+        raise ValueError(f"{file} belongs to other questions or settings: choose another --out or remove it")
+    if _parsed(lines[-1]) is None:
+        del lines[-1]
+    records = [_parsed(line) for line in lines[1:]]
+    for number, record in enumerate(records, start=2):
+        if not isinstance(record, dict) or not record.keys() >= set(_WHERE):
+            raise ValueError(f"{file}, line {number}: not an answer; remove that line, and its question is asked again")
+    return records
+
+
+def _parsed(line: bytes) -> Any:
+    """A line's JSON; None if it is none."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _where(record: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(record[key] for key in _WHERE)
 
 
 def _identity(settings: Settings, questions: Sequence[Question]) -> str:

@@ -50,7 +50,8 @@ def _answered(running: Running, question: Question) -> Request:
         messages.append({"role": "user", "content": text})
         arrived, pieces = [time.perf_counter()], []
         most = settings.max_tokens or _DEFAULT_MAX_TOKENS
-        for chunk in session.stream(session.encode_chat(messages), running.sampling, max_tokens=most):
+        prompt = session.encode_chat(messages)
+        for chunk in session.stream(prompt, running.sampling, max_tokens=most, stop=settings.stop):
             arrived.append(time.perf_counter())
             pieces.append(chunk.text)
         messages.append({"role": "assistant", "content": "".join(pieces)})

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -47,6 +48,9 @@ def read_questions(source: str | None, *, offline: bool = False) -> list[Questio
             f"{absent} of the {len(questions)} questions of {source} are placeholders: fill them with SPEED-Bench's "
             "own prepare_data.py (in Model-Optimizer's examples/specdec_bench) and give the folder that it writes"
         )
+    name, count = Counter(question.question_id for question in questions).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{source} has {count} questions {name!r}: every question_id must be another one")
     return questions
 
 

@@ -15,19 +15,18 @@ _PARTS = ("draft_s", "link_s", "compute_s")
 def summary(records: Sequence[dict[str, Any]], versus: str | None) -> dict[str, Any]:
     """Per draft and budget: SPEED-Bench's metrics, tokens per pass and second, seconds per pass by part, guidelines.
 
-    speedup: tokens per second against those of the same question with the draft `versus`, their geometric mean over all
-    questions; speedup_quartiles: of the same ratios.
+    speedup: tokens per second against those of the same question with the draft `versus` at its budget `auto`, their
+    geometric mean over all questions; speedup_quartiles: of the same ratios. Both are left out where there is no ratio.
     """
     cells: dict[tuple[str, Any], list[dict[str, Any]]] = {}
     for record in records:
         cells.setdefault((record["draft"], record["budget"]), []).append(record)
     results = [_cell(draft, budget, own) for (draft, budget), own in cells.items()]
-    baseline = next((result for result in results if result["draft"] == versus), None)
-    baseline_rates = baseline["question_rates"] if baseline else {}
+    all_rates = {(result["draft"], result["budget"]): result.pop("question_rates") for result in results}
+    baseline = all_rates.get((versus, "auto"), {})
     for result in results:
-        rates = result.pop("question_rates")
-        if baseline is not None:
-            ratios = [rate / baseline_rates[name] for name, rate in rates.items() if rate and baseline_rates.get(name)]
+        rates = all_rates[result["draft"], result["budget"]]
+        if ratios := [rate / baseline[name] for name, rate in rates.items() if rate and baseline.get(name)]:
             result["speedup"] = float(np.exp(np.mean(np.log(ratios))))
             result["speedup_quartiles"] = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
     return {"versus": versus, "cells": results}

@@ -2,12 +2,19 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
+import eagles
+import httpx
 import pytest
+import tiny
+from serving import served
+from test_heads import written
+from tiny_tokenizer import tiny_tokenizer
 
 from app.bench_metrics import Request, acceptance, timing, without_end
 from app.bench_prompts import read_questions, stratified
@@ -74,6 +81,12 @@ def test_own_prompts_are_a_dozen_in_each_category() -> None:
     assert len({question.question_id for question in questions}) == 132
     few = stratified(questions, 13)
     assert len({question.category for question in few}) == 11 and few[0].category == few[11].category
+
+
+def test_two_questions_of_one_id_are_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "prompts.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["y"]}\n' * 2)
+    with pytest.raises(ValueError, match="2 questions '1'"):
+        read_questions(str(file))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +198,102 @@ def test_a_run_is_resumed_and_reported(chat_model: Path, tmp_path: Path, capsys:
     assert "belongs to other questions or settings" in capsys.readouterr().err
 
 
+TWO_TURNS = '{"question_id": "q1", "category": "coding", "turns": ["the cat", "and the dog"]}\n'
+
+
+@pytest.fixture
+def bench(chat_model: Path, tmp_path: Path) -> tuple[list[str], Path]:
+    """The arguments of a small run and where its log is."""
+    (tmp_path / "prompts.jsonl").write_text(TWO_TURNS)
+    options = ["--target", str(chat_model), "--dtype", "float32", "--ctx", "256", "--max-tokens", "6"]
+    out = tmp_path / "out"
+    return ["bench", str(tmp_path / "prompts.jsonl"), *options, "--out", str(out)], out / "log.jsonl"
+
+
+def test_a_question_half_done_is_asked_again_once(bench: tuple[list[str], Path]) -> None:
+    arguments, log = bench
+    arguments += ["--drafts", "none"]
+    assert main(arguments) == 0
+    head, first, _ = log.read_text().splitlines()
+    log.write_text(f"{head}\n{first}\n")  # interrupted after the first turn
+    assert main(arguments) == 0
+    lines = log.read_text().splitlines()
+    assert [json.loads(line)["turn"] for line in lines[1:]] == [0, 1]
+    assert main(arguments) == 0
+    assert log.read_text().splitlines() == lines, "nothing was left to ask"
+    log.write_text("\n".join([head, first, *lines[1:]]) + "\n")  # counted twice
+    assert main(arguments) == 0
+    assert [json.loads(line)["turn"] for line in log.read_text().splitlines()[1:]] == [0, 1]
+    assert [file.name for file in log.parent.glob("*.partial")] == []
+
+
+def test_a_damaged_log_is_named(bench: tuple[list[str], Path], capsys: pytest.CaptureFixture) -> None:
+    arguments, log = bench
+    assert main([*arguments, "--drafts", "none"]) == 0
+    lines = log.read_bytes().splitlines()
+    for number in (1, 2):
+        for line in (b"", b"{", b"[1]", b"5", b"{}", b"\xff"):
+            spoilt = b"\n".join([*lines[: number - 1], line, *lines[number:], b""])
+            log.write_bytes(spoilt)
+            assert main([*arguments, "--drafts", "none"]) == 1
+            assert f"{log}, line {number}: not " in capsys.readouterr().err.splitlines()[-1]
+            assert log.read_bytes() == spoilt
+
+
+def test_stop_ends_the_answers(bench: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    arguments, log = bench
+    arguments += ["--max-tokens", "40", "--min-tokens", "40", "--draft", "none"]
+    assert main(arguments) == 0
+    answer = json.loads(log.read_text().splitlines()[1])["answer"]
+    stop = ["--stop", answer[4:6]]
+    assert main([*arguments, *stop, "--out", str(tmp_path / "other")]) == 0
+    stopped = json.loads((tmp_path / "other" / "log.jsonl").read_text().splitlines()[1])
+    assert stopped["answer"] == answer.partition(answer[4:6])[0]
+    capsys.readouterr()
+    own = arguments[arguments.index("--target") : arguments.index("--out")]
+    assert main(["run", "the cat", *own, "--max-tokens", "40", "--min-tokens", "40", *stop, "--json"]) == 0
+    tokens = json.loads(capsys.readouterr().out)["tokens"]
+    assert sum(stopped["lengths"]) == tokens < 40, "what completed the stop text is no end-of-text token: it counts"
+
+
+def test_stop_is_passed_on_to_another_server(chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"question_id": 1, "category": "x", "turns": ["the cat"]}\n')
+    with served(chat_model) as running:
+
+        def generated() -> float:
+            return float(re.search(r"generated_tokens_total ([\d.]+)", httpx.get(f"{running.url}/metrics").text)[1])
+
+        body = {"messages": [{"role": "user", "content": "the cat"}], "temperature": 0, "min_tokens": 40}
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json={**body, "max_tokens": 40}, timeout=60).json()
+        before, text = generated(), answer["choices"][0]["message"]["content"]
+        options = ["--engine", f"{running.url}/v1", "--min-tokens", "40", "--max-tokens", "40", "--stop", text[2:4]]
+        assert main(["bench", str(tmp_path / "prompts.jsonl"), *options, "--out", str(tmp_path)]) == 0
+        assert 0 < generated() - before < before == 40
+
+
+def test_past_on_is_refused(bench: tuple[list[str], Path], capsys: pytest.CaptureFixture) -> None:
+    arguments, log = bench
+    assert main([*arguments, "--draft", "suffix", "--past", "on"]) == 1
+    assert "--past on has no effect on a benchmark" in capsys.readouterr().err
+    assert main([*arguments, "--draft", "suffix", "--past", "off", "--budget", "4"]) == 0
+    assert log.exists()
+
+
+def test_a_learned_draft_takes_no_flags_of_a_draft_model(
+    bench: tuple[list[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Alone it refuses them; beside a draft model that they are for it does not."""
+    arguments, log = bench
+    head = str(written(tmp_path / "head", *eagles.stored("another width")[:2]))
+    draft = str(tiny.save(tiny.tiny_model("llama", seed=9), tmp_path / "draft"))
+    tiny_tokenizer().save_pretrained(draft)
+    for flag, value in (("--draft-bits", "4"), ("--draft-ctx", "8")):
+        assert main([*arguments, "--draft", head, flag, value, "--out", str(tmp_path / flag)]) == 1
+        assert f"{flag} has no effect on {head}, a learned draft" in capsys.readouterr().err
+    assert main([*arguments, "--draft", draft, "--drafts", f"{draft},{head}", "--draft-bits", "4"]) == 0
+    assert {json.loads(line)["draft"] for line in log.read_text().splitlines()[1:]} == {draft, head}
+
+
 def test_baselines_are_cells_like_others(chat_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text('{"question_id": "q1", "category": "coding", "turns": ["the cat"]}\n')
@@ -245,6 +354,26 @@ def test_speed_up_is_paired_by_question() -> None:
     # Lengths 1, 1, 4, 4: AL(D) is 1, 1.5, 2, 2.5. At 0.3 a guess 1.5 / 1.3 and 2 / 1.6 rise; 2.5 / 1.9 does too: D = 3.
     assert drafted["guidelines"]["draft_length"]["latency"] == 3
     assert plain["guidelines"]["draft_length"]["latency"] == 0
+
+
+def records_of(*cells: tuple[str, int | str, float]) -> list[dict]:
+    """One question of 8 tokens in each cell of (draft, budget, seconds)."""
+    parts = {"category": "x", "turn": 0, "draft_s": 0.0, "link_s": 0.0, "verify_s": 1.0, "situation": SITUATION}
+    parts |= {"question_id": "q", "lengths": [8]}
+    return [{**parts, "draft": draft, "budget": budget, "times": [0.0, s]} for draft, budget, s in cells]
+
+
+def test_speed_up_is_against_the_budget_auto() -> None:
+    cells = summary(records_of(("self", 16, 8.0), ("self", "auto", 2.0), ("none", "auto", 4.0)), "self")["cells"]
+    assert [cell["speedup"] for cell in cells] == pytest.approx([0.25, 1.0, 0.5])
+
+
+def test_no_speed_up_where_nothing_was_emitted(tmp_path: Path) -> None:
+    records = [{**each, "lengths": [], "times": [0.0]} for each in records_of(("none", "auto", 1.0), ("self", 4, 1.0))]
+    results = summary(records, "none")
+    assert all("speedup" not in cell and "speedup_quartiles" not in cell for cell in results["cells"])
+    assert "| self | 4 | 0.00 | 0.00 | 0.00 |  |" in markdown(results)
+    assert len(draw(results, tmp_path)) == 4
 
 
 def test_plots(tmp_path: Path) -> None:
