@@ -32,7 +32,8 @@ def serve_model(
             from app.ui import mounted
 
             app = mounted(app, models, chosen, api_key=None if is_local else api_key)
-        server = GracefulServer(Guard(app, api_key=api_key, hosts=LOOPBACK if is_local else None), models)
+        hosts = (*LOOPBACK, host) if is_local else None
+        server = GracefulServer(Guard(app, api_key=api_key, hosts=hosts), models)
         models.load(chosen, on_failure=lambda error: (failures.append(error), server.ask_to_end()))
         shown = f"[{host}]" if ":" in host else host
         _note(f"serving on http://{shown}:{listening.getsockname()[1]} (Ctrl-C ends it)")
@@ -72,6 +73,7 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((host, port))
+            listening.listen()
         except OSError as error:
             raise OSError(f"cannot serve on {host} port {port}: {error.strerror}; try another --port") from error
         yield listening
