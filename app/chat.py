@@ -2,6 +2,7 @@
 
 import queue
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -175,7 +176,7 @@ class Chat:
         self._conversation.system = text or None
 
     def _set(self, text: str) -> None:
-        name, _, value = text.replace("=", " ").partition(" ")
+        name, *value = re.split(r" *= *| +", text, maxsplit=1)  # what follows may have either in it
         name = name.replace("-", "_")
         if not name:
             print("\n".join(f"{each} {getattr(self._settings, each)}" for each in _SETTABLE))
@@ -183,7 +184,7 @@ class Chat:
         if name not in _SETTABLE:
             raise ValueError(f"no setting {name!r} to change here{nearest(name, _SETTABLE)}")
         try:
-            self._settings = replace(self._settings, **{name: READERS[name](value.strip())})
+            self._settings = replace(self._settings, **{name: READERS[name]("".join(value).strip())})
         except ValueError as error:
             raise ValueError(f"{flag_name(name).lstrip('-')} must be {error}") from None
         self._has_seed |= name == "seed"

@@ -44,11 +44,23 @@ class Conversation:
     def load(cls, path: Path) -> "Conversation":
         """Reads what `save` wrote; ValueError for anything else."""
         try:
-            messages = json.loads(path.read_text(encoding="utf-8"))["messages"]
-            turns = [{"role": each["role"], "content": each["content"]} for each in messages]
-        except (ValueError, KeyError, TypeError) as error:
+            turns = [_turn(each, at) for at, each in enumerate(_messages(json.loads(path.read_text(encoding="utf-8"))))]
+        except ValueError as error:
             raise ValueError(f"{path} is not a saved conversation: {error}") from error
-        if not all(isinstance(text, str) for turn in turns for text in turn.values()):
-            raise ValueError(f"{path} is not a saved conversation: roles and contents must be texts")
         system = turns.pop(0)["content"] if turns and turns[0]["role"] == "system" else None
         return cls(system, turns)
+
+
+def _messages(saved: object) -> list[object]:
+    messages = saved.get("messages") if isinstance(saved, dict) else None
+    if not isinstance(messages, list):
+        raise ValueError('it must be {"messages": [...]}')
+    return messages
+
+
+def _turn(message: object, at: int) -> Message:
+    roles = ("user", "assistant") if at else ("system", "user", "assistant")
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if role not in roles or not isinstance(content, str):
+        raise ValueError(f"message {at + 1} must have a role ({', '.join(roles)}) and a content that is a text")
+    return {"role": role, "content": content}
