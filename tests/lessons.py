@@ -108,8 +108,10 @@ class Lesson:
 
 
 def curve(directory: Path) -> list[tuple[int, float]]:
-    """Steps and losses of a run."""
+    """Steps and losses of a run; none of one that is just beginning its file."""
     lines = (directory / "curve.csv").read_text().splitlines()
+    if not lines:
+        return []
     place = lines[0].split(",").index("loss")
     return [(int(line.split(",")[0]), float(line.split(",")[place])) for line in lines[1:]]
 

@@ -49,6 +49,23 @@ def served(model, *, api_key=None, max_waiting=64, make_app=None, wait=True, eng
             host.close()
 
 
+@contextmanager
+def holding(host):
+    """Holds every pass at its second layer until its answer is given up, or the event that this yields is set."""
+    released = threading.Event()
+
+    def hold(*_):
+        while not (released.is_set() or host.worker._running.is_given_up):
+            time.sleep(0.01)
+
+    handle = host.running.session.target.layers[1].register_forward_pre_hook(hold)
+    try:
+        yield released
+    finally:
+        released.set()
+        handle.remove()
+
+
 def until(condition, timeout_s=60.0):
     """Waits for `condition`, or fails."""
     end = time.monotonic() + timeout_s

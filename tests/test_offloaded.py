@@ -37,7 +37,7 @@ def stored(request, tmp_path_factory):
 @pytest.mark.parametrize("resident", [0, 2, 4])
 def test_streamed_text_equals_the_resident_models(stored, resident, tier):
     checkpoint, attention, layers, texts = stored
-    before = threading.active_count()
+    before = set(threading.enumerate())
     for num_slots in (1, 2, 3) if resident < 4 else (2,):
         chosen = plan(
             layers,
@@ -62,7 +62,7 @@ def test_streamed_text_equals_the_resident_models(stored, resident, tier):
                 assert [token for step in steps for token in step.tokens] == expected
                 assert len(steps) < TOKENS, "the self-draft was never right"
             assert (target.streamer is None) == (resident == 4)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_hooks_of_shared_layers_do_no_harm_in_the_draft_s_passes(tmp_path):

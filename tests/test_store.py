@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -136,12 +137,13 @@ def test_missing_file_leaves_nothing_open(file):
 
 @pytest.mark.parametrize("reading", [Reading(2, 1 << 20), Reading(4, 4096), Reading(3)], ids=str)
 def test_parallel_requests_read_the_same(file, monkeypatch, reading):
-    genuine, under_way, most = os.preadv, [], []
+    genuine, under_way, most, both = os.preadv, [], [], threading.Barrier(2)
 
     def watched(fd, into, at):
         under_way.append(at)
         most.append(len(under_way))
-        time.sleep(0.001)
+        if len(most) <= 2:
+            both.wait(60)  # the first two meet, however slowly threads start
         got = genuine(fd, [into[0][:512_512]], at)  # a short read
         under_way.remove(at)
         return got
@@ -160,7 +162,7 @@ def test_an_error_ends_all_requests_and_names_the_file(file, monkeypatch):
 
     def fail_once(fd, into, at):
         calls.append(at)
-        if len(calls) == 3:
+        if at == 2 * 65536:
             raise OSError(errno.EIO, "Input/output error")
         time.sleep(0.01)
         return genuine(fd, into, at)
@@ -170,7 +172,7 @@ def test_an_error_ends_all_requests_and_names_the_file(file, monkeypatch):
     monkeypatch.setattr(store_module.os, "preadv", fail_once)
     with pytest.raises(OSError, match=file.name):
         store.read_into(unit, anonymous(unit.slot_bytes), never)
-    assert len(calls) < 10  # of 145
+    assert len(calls) < 72  # of 145: what is under way may go on for as long as the thread that failed is held up
     check(store, unit_of(file, (0, 100)), file)
     store.close()
 

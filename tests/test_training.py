@@ -304,15 +304,14 @@ def test_training_ends_early_when_nothing_improves(corpus, model, tmp_path):
 
 
 def test_training_ends_when_its_time_is_up(corpus, model, tmp_path):
-    started = time.monotonic()
     Lesson(tmp_path, changed(epochs=100_000, max_minutes=0.02), model, corpus).training().run()
-    assert 1.0 < time.monotonic() - started < 20
-    assert 1 <= len(curve(tmp_path)) < 1000
+    *before, last = (float(line.split(",")[2]) for line in (tmp_path / "curve.csv").read_text().splitlines()[1:])
+    assert max(before, default=0.0) <= 0.02 <= last
 
 
 def run_alone(*arguments, launcher=()):
     """One run in a process of its own: texts, out, steps, kind."""
-    subprocess.run([sys.executable, *launcher, LESSONS, *map(str, arguments)], check=True, timeout=100)
+    subprocess.run([sys.executable, *launcher, LESSONS, *map(str, arguments)], check=True, timeout=300)
 
 
 def test_a_killed_run_goes_on_to_the_same_curve(corpus, texts, model, tmp_path):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from serving import served, until
+from serving import holding, served, until
 
 import app.launch
 from app.host import State
@@ -62,6 +62,7 @@ def open_page(browser, server):
     def open_one(**options):
         page = browser.new_page(**options)
         pages.append(page)
+        page.set_default_timeout(120_000)
         page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("request", asked)
@@ -75,14 +76,6 @@ def open_page(browser, server):
         page.close()
     # A reload breaks off requests that are under way, which Gradio's page reports as errors of its own.
     assert not [each for each in faults if not re.search("AbortError|Connection errored out", each)]
-
-
-@pytest.fixture
-def slow(server):
-    layer = server.host.running.session.target.model.model.layers[1]
-    handle = layer.register_forward_pre_hook(lambda *_: time.sleep(0.4))
-    yield
-    handle.remove()
 
 
 def send(page, text, *, until_done=True):
@@ -108,10 +101,11 @@ def test_a_conversation_survives_retry_edit_undo_and_reload(open_page, server):
     assert "tokens per pass" in page.inner_text("#status")
     first = page.inner_text("#chat .bot")
     before = num_passes(server)
-    page.click("#chat [aria-label='Retry'], #chat [title='Retry']")
-    until(lambda: num_passes(server) > before and not server.host.worker.num_running)
-    page.wait_for_timeout(1000)  # the last line looks like the one before; what follows it is the kept conversation
+    with holding(server.host):  # until the page no longer shows how the first answer ended
+        page.click("#chat [aria-label='Retry'], #chat [title='Retry']")
+        page.wait_for_selector("#status:has-text('prefill')", timeout=120_000)
     answered(page)
+    assert num_passes(server) > before
     assert page.inner_text("#chat .bot")
     assert first
     page.get_by_text("Behind the answer").click()
@@ -137,26 +131,29 @@ def test_an_edited_question_is_answered_anew(open_page):
     assert "another" in page.inner_text("#chat .user")
 
 
-def test_stop_works_in_prefill_and_frees_the_worker(open_page, server, slow):
+def test_stop_works_in_prefill_and_frees_the_worker(open_page, server):
     page = open_page()
-    send(page, "the cat", until_done=False)
-    until(lambda: server.host.worker.num_running == 1)
-    page.click("#stop")
-    page.wait_for_selector("#status:has-text('stopped')", timeout=60_000)
-    until(lambda: server.host.worker.num_running == 0, timeout_s=20)
+    with holding(server.host):
+        send(page, "the cat", until_done=False)
+        until(lambda: server.host.worker.num_running == 1)
+        page.click("#stop")
+        page.wait_for_selector("#status:has-text('stopped')", timeout=60_000)
+        until(lambda: server.host.worker.num_running == 0)
     assert not page.query_selector("#chat .bot")
 
 
-def test_two_tabs_wait_for_each_other_and_a_closed_one_is_forgotten(open_page, server, slow):
+def test_two_tabs_wait_for_each_other_and_a_closed_one_is_forgotten(open_page, server):
     pages = [open_page(), open_page()]
-    send(pages[0], "first", until_done=False)
-    until(lambda: server.host.worker.num_running == 1)
-    send(pages[1], "second", until_done=False)
-    pages[1].wait_for_selector("#status:has-text('waiting: 1 before')", timeout=60_000)
-    pages[0].close()
-    until(lambda: server.host.worker.num_waiting == 0)
-    pages[1].click("#stop")
-    until(lambda: server.host.worker.num_running == 0)
+    with holding(server.host):
+        send(pages[0], "first", until_done=False)
+        until(lambda: server.host.worker.num_running == 1)
+        send(pages[1], "second", until_done=False)
+        pages[1].wait_for_selector("#status:has-text('waiting: 1 before')", timeout=60_000)
+        pages[0].close()
+        until(lambda: server.host.worker.num_waiting == 0)
+        pages[1].click("#stop")
+        pages[1].wait_for_selector("#status:has-text('stopped')", timeout=60_000)
+        until(lambda: server.host.worker.num_running == 0)
 
 
 def test_a_phone_has_room_and_keys_suffice(open_page):
