@@ -32,6 +32,7 @@ _WORTHWHILE = 1.1
 READINGS = (ONE_AT_A_TIME, Reading(2, 16 << 20), Reading(4, 8 << 20), Reading(4, 4 << 20))
 _PROBE_BYTES = 64 << 20
 _PROBE_COPIES = 64
+_WORTH_MEASURING = 0.1
 _ALIGNED = 128  # inner sizes of models are multiples of it; others cost up to a third
 _PROBE_S = 0.2
 _NUM_COPIES = 8
@@ -64,9 +65,9 @@ class Rates:
     """What bounds a pass. link: main memory to the device; disk: files to main memory; memory: the device's own.
 
     flops: of dense matrices in the compute type. layer_s, value_s: what a layer costs beside its matrices, and for each
-    value of a hidden state. decode_bps: quantized bytes and the bytes made of them together; None where only memory
-    bounds it. link_cost: seconds of computing lost in each second that the link runs, where both share one memory.
-    chunk_rows: tokens for which packed matrices are decoded once (offload.prefill).
+    value of a hidden state. decode_bps: quantized bytes, the bytes made of them and those read again together; None
+    where only memory bounds it. link_cost: seconds of computing lost in each second that the link runs, where both
+    share one memory. chunk_rows: tokens for which packed matrices are decoded once (offload.prefill).
     """
 
     link_bps: float
@@ -221,33 +222,36 @@ def _mlp_s(weights: torch.Tensor, rows: int) -> float:
 
 
 def measure_decode_bps(entries: Sequence[TensorEntry], dtype: torch.dtype, device: torch.device) -> float:
-    """Rate of making values of the packed `entries`, which need not be read: their bytes and those made count together.
+    """Rate of making values of the packed `entries`, which need not be read, and of one token's product with them.
 
-    Formats differ by a factor, and layers mix them: the largest entry of each format stands for all of it.
+    Their bytes, those made and those read again count together. Formats differ by a factor, shapes by a tenth or two,
+    and layers mix them: one entry of each kind is measured, of kinds that are a tenth of all bytes or more.
     """
-    formats: dict[str, list[TensorEntry]] = {}
+    kinds: dict[str, list[TensorEntry]] = {}
     for entry in entries:
-        formats.setdefault(f"{entry.encoding!r} {entry.dtype}", []).append(entry)
+        kinds.setdefault(f"{entry.encoding!r} {entry.dtype} {entry.shape}", []).append(entry)
+    sizes = {kind: sum(_decoding_bytes(entry, dtype) for entry in same) for kind, same in kinds.items()}
+    least = min(_WORTH_MEASURING * sum(sizes.values()), max(sizes.values()))
     total, seconds = 0, 0.0
-    for same in formats.values():
-        nbytes = sum(_decoding_bytes(entry, dtype) for entry in same)
-        largest = max(same, key=lambda entry: entry.num_values)
-        seconds += nbytes / _decoding_bytes(largest, dtype) * _decoding_s(largest, dtype, device)
-        total += nbytes
+    for kind, (entry, *_) in kinds.items():
+        if sizes[kind] >= least:
+            seconds += sizes[kind] / _decoding_bytes(entry, dtype) * _decoding_s(entry, dtype, device)
+            total += sizes[kind]
     return total / seconds
 
 
 def _decoding_bytes(entry: TensorEntry, dtype: torch.dtype) -> int:
-    return sum(part.nbytes for part in entry.parts) + entry.num_values * dtype.itemsize
+    return sum(part.nbytes for part in entry.parts) + 2 * entry.num_values * dtype.itemsize
 
 
 def _decoding_s(entry: TensorEntry, dtype: torch.dtype, device: torch.device) -> float:
-    """The median of seconds that it takes to decode one of several `entry`s, more than caches hold, as in a pass."""
+    """The median of seconds that decoding and multiplying one of several `entry`s takes: more than caches hold."""
     count = min(_PROBE_COPIES, max(1, _PROBE_BYTES // sum(part.nbytes for part in entry.parts)))
     # One block by part, which is given back whole: many small ones would stay on the heap.
     parts = {part.name: torch.zeros(count, part.nbytes, dtype=torch.uint8, device=device) for part in entry.parts}
     copies = [{name: blocks[i] for name, blocks in parts.items()} for i in range(count)]
-    made = torch.empty(entry.shape, dtype=dtype, device=device)
+    made = torch.empty(entry.shape, dtype=dtype, device=device)  # what a cache still holds of it counts, as in a pass
+    weight, token = made.view(-1, entry.shape[-1]), torch.ones(1, entry.shape[-1], dtype=dtype, device=device)
     times: list[float] = []
     until = time.perf_counter() + _PROBE_S
     while len(times) < 2 or time.perf_counter() < until:
@@ -255,6 +259,7 @@ def _decoding_s(entry: TensorEntry, dtype: torch.dtype, device: torch.device) ->
         start = time.perf_counter()
         for raw in copies:
             decode(entry, raw, made)
+            linear(token, weight)
         _wait_for(device)
         times.append((time.perf_counter() - start) / len(copies))
     return statistics.median(times[1:])

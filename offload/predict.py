@@ -147,11 +147,12 @@ def compute_seconds(shape: Shape, num_tokens: int, rates: Rates) -> float:
     stored_bytes = sum(layer.slot_bytes for layer in shape.layers)
     dense_bytes = shape.num_weights * shape.dtype.itemsize * share
     layers_s = len(shape.layers) * (rates.layer_s + num_tokens * shape.text.hidden_size * rates.value_s)
+    read_s = dense_bytes / rates.memory_bps
     if not shape.decoded_bytes:
-        return layers_s + max(arithmetic_s, dense_bytes / rates.memory_bps)
-    decode_s = (stored_bytes * share + dense_bytes) / (rates.decode_bps or rates.memory_bps)
-    decode_s *= -(-num_tokens // rates.chunk_rows)
-    return layers_s + decode_s + max(arithmetic_s, dense_bytes / rates.memory_bps)
+        return layers_s + max(arithmetic_s, read_s)
+    chunks = -(-num_tokens // rates.chunk_rows)
+    decode_s = (stored_bytes * share + 2 * dense_bytes) / (rates.decode_bps or rates.memory_bps)
+    return layers_s + chunks * decode_s + max(arithmetic_s - chunks * read_s, 0)
 
 
 def _share_read(shape: Shape, num_tokens: int) -> float:

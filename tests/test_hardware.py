@@ -52,21 +52,23 @@ def test_decoding_rate(tmp_path):
     assert 1e6 < measure_decode_bps([entry], torch.bfloat16, CPU) < 1e12
 
 
-def test_each_format_of_a_layer_counts_for_what_it_holds(monkeypatch):
-    """A slow format for a tenth of the values: the rate is total bytes over total seconds, by its largest entry."""
-    seconds = {"fast": 1.0, "slow": 5.0}
+def test_each_kind_of_matrix_counts_for_what_it_holds(monkeypatch):
+    """A slow format and a slow shape: the rate is total bytes over total seconds; a kind of few bytes is not timed."""
+    seconds = {("fast", 100): 1.0, ("fast", 50): 0.7, ("slow", 40): 5.0}
 
     def entry(name, rows):
         return TensorEntry(name, None, 0, rows * 8, torch.uint8, (rows, 8), name.split(".")[0])
 
     timed = []
     monkeypatch.setattr(
-        "offload.hardware._decoding_s", lambda entry, *_: timed.append(entry.name) or seconds[entry.encoding]
+        "offload.hardware._decoding_s",
+        lambda entry, *_: timed.append(entry.name) or seconds[entry.encoding, entry.shape[0]],
     )
-    entries = [entry("fast.1", 50), entry("fast.2", 100), entry("slow.1", 15)]
-    total = sum(e.nbytes + 2 * e.num_values for e in entries)
-    assert measure_decode_bps(entries, torch.bfloat16, CPU) == pytest.approx(total / (1.5 * 1.0 + 1.0 * 5.0))
-    assert timed == ["fast.2", "slow.1"]
+    counted = [entry("fast.1", 100), entry("fast.2", 50), entry("fast.3", 100), entry("slow.1", 40)]
+    total = sum(e.nbytes + 4 * e.num_values for e in counted)
+    rate = measure_decode_bps([*counted, entry("slow.2", 2)], torch.bfloat16, CPU)
+    assert rate == pytest.approx(total / (2 * 1.0 + 0.7 + 5.0))
+    assert timed == ["fast.1", "fast.2", "slow.1"]
 
 
 @pytest.mark.parametrize(("takes_several", "num_requests"), [(True, 4), (False, 1)])
