@@ -18,6 +18,7 @@ _MEMORY = 0.9
 _TRIAL = 6  # drafted passes before a draft is judged by the full measure; one that is much too bad is known earlier
 _RETRIAL = 3  # the same for one that has been paused before
 _PAUSE, _LONGER, _LONGEST = 4, 4, 512  # passes without a draft that did not pay, and by what this grows each time
+_LOSS = 0.02  # of the time that passes without a draft take: what it may cost to try one again and again
 _WIDE = 1.3  # a larger ratio of neighbouring row counts is a gap in what is known
 _STALE = 150  # measurements, after which one that was not renewed is forgotten
 _WORTH = 0.99  # of plain decoding's rate: a draft that costs nothing must not be paused for the noise of the clock
@@ -185,7 +186,9 @@ class Pace:
         self._tried = self._tried * _MEMORY + cost
         worth = self._tried[0] / self._tried[1] * self._verify.least_s  # plain decoding: one token in that time
         if worth < _WORTH * min(1.0, self._num_trials / self._trial):
-            self._left, self._pause = self._pause, min(_LONGER * self._pause, _LONGEST)
+            lost_s = self._tried[1] - self._tried[0] * self._verify.least_s
+            amends = int(lost_s / (_LOSS * self._verify.least_s))
+            self._left, self._pause = min(max(self._pause, amends), _LONGEST), min(_LONGER * self._pause, _LONGEST)
             self._num_trials, self._trial = 0, _RETRIAL
             self._sums, self._tried = np.zeros(2), np.zeros(2)
         elif self._num_trials > 4 * _TRIAL:
