@@ -18,7 +18,7 @@ from torch import nn
 from offload.entries import TensorEntry
 from offload.gated import gated_mlp
 from offload.layout import decode
-from offload.prefill import CPU_ROWS, GPU_ROWS, chunk_rows
+from offload.prefill import GPU_ROWS, chunk_rows
 from offload.product import linear
 from offload.store import ONE_AT_A_TIME, FileStore, Reading, anonymous, pin, sample_unit, unpin
 
@@ -194,7 +194,7 @@ def measure_rates(
             CPU_LAYER_S,
             CPU_VALUE_S,
             link_cost=CPU_LINK_COST,
-            chunk_rows=CPU_ROWS,
+            chunk_rows=most,
         )
     return Rates(_copy_bps(device), disk_bps, flops, memory_bps, GPU_LAYER_S)
 
