@@ -89,13 +89,6 @@ def _auto_or(read: Reader) -> Reader:
     return lambda value: None if value == "auto" else read(value)
 
 
-def _temperature(value: Any) -> float:
-    number = _number(float, "0 (greedy) or more", lambda x: 0 <= x < math.inf)(value)
-    if 0 < number < 1e-6:  # what sampling takes
-        raise ValueError(f"0 (greedy) or at least 1e-6, not {value}")
-    return number
-
-
 _penalty = _number(float, "between -2 and 2", lambda x: -2 <= x <= 2)
 
 READERS: dict[str, Reader] = {
@@ -114,7 +107,7 @@ READERS: dict[str, Reader] = {
     "ram_limit": _size,
     "slots": _at_least(1),
     "resident": _at_least(0),
-    "temp": _temperature,
+    "temp": _number(float, "0 (greedy) or at least 1e-6", lambda x: x == 0 or 1e-6 <= x < math.inf),
     "top_p": _number(float, "above 0 and at most 1", lambda x: 0 < x <= 1),
     "top_k": _at_least(0),
     "min_p": _number(float, "from 0 to below 1", lambda x: 0 <= x < 1),

@@ -112,7 +112,7 @@ def test_verbose_tells_origins_and_memory(chat_model, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["x", "--temp", "-1"], ["--temp must be 0 (greedy) or more, not -1"]),
+        (["x", "--temp", "-1"], ["--temp must be 0 (greedy) or at least 1e-6, not -1"]),
         (["x", "--temp", "1", "--top-p", "1.5"], ["--top-p must be above 0 and at most 1, not 1.5"]),
         (["x", "--device-limit", "lots"], ["--device-limit"]),
         (["x", "--preset", "dmeo"], ["did you mean demo"]),

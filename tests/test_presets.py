@@ -1,6 +1,9 @@
 """Presets: read, checked key by key, found by name or file."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import shapes
@@ -8,6 +11,8 @@ import shapes
 from app import hub, models
 from app.cli import main
 from app.presets import chosen_settings, load_preset, preset_names
+
+ROOT = Path(__file__).parents[1]
 
 
 def write(path, text):
@@ -47,7 +52,7 @@ def test_what_is_no_preset_is_refused(tmp_path, text, message):
 
 
 def test_a_wrong_value_names_preset_and_key(tmp_path):
-    with pytest.raises(ValueError, match=r"preset .*bad.toml: temp must be 0 \(greedy\) or more, not -1"):
+    with pytest.raises(ValueError, match=r"preset .*bad.toml: temp must be 0 \(greedy\) or at least 1e-6, not -1"):
         chosen_settings(write(tmp_path / "bad.toml", 'target = "a/b"\ntemp = -1'), {})
 
 
@@ -123,3 +128,9 @@ def test_a_config_alone_is_no_cached_model(configs_cached):
     assert hub.local_snapshot(name) is None
     (hub.known_config(name) / "model-2.safetensors").touch()
     assert hub.local_snapshot(name) == hub.known_config(name)
+
+
+def test_the_table_of_the_readme_is_what_its_command_prints():
+    command = [sys.executable, ROOT / "benchmarks" / "presets_table.py"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    assert printed.startswith("| preset |") and printed in (ROOT / "README.md").read_text()
