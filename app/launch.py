@@ -25,6 +25,7 @@ from app.learned import recall, remember
 from app.learned_draft import LearnedDraft, learned_draft
 from app.machines import Machine, this_machine
 from app.models import locate
+from app.pacing import measured_pace
 from app.past import suffix_drafter
 from app.progress import Progress
 from app.remote import RemoteSession, connect
@@ -187,12 +188,15 @@ def open_session(
                 raise ValueError(f"{method} needs tree masks, which this version of transformers does not honour here")
             note("draft: chains only, since this version of transformers does not honour tree masks for this model")
             drafter = ChainDrafter(drafter)
+        pace = settings.budget or Pace(budget)
+        if not settings.budget and draft_lm is not None and suffix is None and not chosen_plan.streamed_bytes:
+            pace = measured_pace(budget, lm, draft_lm, acceptance, settings.temp)
         session = Session(
             lm,
             drafter,
             target.tokenizer,
             ctx=target.ctx,
-            budget=settings.budget or Pace(budget),
+            budget=pace,
             stop_ids=stop_ids_of(target.tokenizer, checkpoint.config.get_text_config(), checkpoint.generation_config),
             count_streamed=count_streamed,
             walk=walk,

@@ -22,6 +22,7 @@ import torch
 from limits import DEMO, in_cgroup, make_cgroup, widened_demo
 
 from app.launch import Running, open_session
+from app.pacing import measured_pace
 from app.presets import chosen_settings
 from specexec.budget import Pace
 from specexec.drafters.model import ModelDrafter
@@ -62,9 +63,11 @@ def spoilt(model: torch.nn.Module, noise: float) -> Iterator[None]:
 def tokens_per_s(
     running: Running, drafter: ModelDrafter | None, budget: int | None, max_tokens: int, *, least: float = 0.0
 ) -> float:
-    """Over all prompts, their prefills not counted; budget None: auto. A rate below `least` is given up early."""
+    """Over all prompts, their prefills not counted; `budget` None is a new session's. Below `least` it ends early."""
     session, tokens, seconds, passes = running.session, 0, 0.0, 0
     pace = budget or Pace()
+    if not (budget or running.pass_bytes):
+        pace = measured_pace(1024, session.target, drafter.lm, drafter.acceptance, running.sampling.temperature)
     for prompt in PROMPTS:
         ids = session.encode_chat([{"role": "user", "content": prompt}])
         session.target.clear()

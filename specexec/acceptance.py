@@ -37,8 +37,12 @@ class Acceptance:
         """Log-probabilities [n, m] that children with the draft's `logits` [n, m] are accepted."""
         key = self._key(temperature)
         sharpness = _SHARPNESSES[int(self._evidence[key].argmax())]
-        inside, total = self._counts[key]
-        return (_log_softmax(logits / sharpness) + np.log(inside / total)).astype(np.float32)
+        return (_log_softmax(logits / sharpness) + np.log(self.chance(temperature))).astype(np.float32)
+
+    def chance(self, temperature: float) -> float:
+        """How often the target's token was among the children."""
+        inside, total = self._counts[self._key(temperature)]
+        return float(inside / total)
 
     def observe(self, logits: np.ndarray, index: int | None, temperature: float) -> None:
         """Learn that the target's token was child `index` of a node whose children have `logits` [m], or none."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specexec.guidelines import independent_acceptance_length, speedup
 from specexec.tree import TokenTree
 
 _FIRST_NODES = 32
@@ -17,8 +18,10 @@ _LEARNING = 0.25
 _MEMORY = 0.9
 _TRIAL = 6  # drafted passes before a draft is judged by the full measure; one that is much too bad is known earlier
 _RETRIAL = 3  # the same for one that has been paused before
-_PAUSE, _LONGER, _LONGEST = 4, 4, 512  # passes without a draft that did not pay, and by what this grows each time
-_LOSS = 0.02  # of the time that passes without a draft take: what it may cost to try one again and again
+_PAUSE, _LONGER, _LONGEST = 4, 4, 1024  # passes without a draft that did not pay, and by what this grows each time
+_LOSS = 0.01  # of the time that passes without a draft take: what it may cost to try one again and again
+_PROMISING = 1.1  # at best, of plain decoding's rate: less is not worth finding out at once
+_LONGEST_CHAIN = 32  # guesses, that this is judged by
 _WIDE = 1.3  # a larger ratio of neighbouring row counts is a gap in what is known
 _STALE = 150  # measurements, after which one that was not renewed is forgotten
 _WORTH = 0.99  # of plain decoding's rate: a draft that costs nothing must not be paused for the noise of the clock
@@ -137,9 +140,13 @@ class Pace:
     most: never more nodes than this. A draft that does not pay is paused (`is_paused`) and tried again later;
     `num_paused` passes have gone without it so far. One that guesses nothing in no time costs nothing: such passes are
     no trial of it.
+
+    plain_s, step_s: seconds of a pass over one row and of a draft's step, if they have been measured before. chance:
+    how probable a guess is accepted at best, as far as is known. If even so a draft cannot bring much, it is paused
+    from the start: the first trial has to wait for as long as any other would.
     """
 
-    def __init__(self, most: int = 1024) -> None:
+    def __init__(self, most: int = 1024, *, plain_s: float = 0.0, step_s: float = 0.0, chance: float = 1.0) -> None:
         self._most = most
         self._verify = CostCurve()
         self._sums = np.zeros(2)  # tokens and seconds of passes with a draft, fading
@@ -148,6 +155,10 @@ class Pace:
         self._pause, self._left = _PAUSE, 0
         self._prefill_s = 0.0
         self.num_paused = 0
+        if plain_s:
+            self._verify.observe(1, plain_s)
+            if _best_speedup(chance, step_s / plain_s) < _PROMISING:
+                self._left = min(int(_TRIAL * step_s / (_LOSS * plain_s)), _LONGEST)
 
     @property
     def is_paused(self) -> bool:
@@ -193,6 +204,12 @@ class Pace:
             self._sums, self._tried = np.zeros(2), np.zeros(2)
         elif self._num_trials > 4 * _TRIAL:
             self._pause, self._trial = _PAUSE, _TRIAL
+
+
+def _best_speedup(chance: float, ratio: float) -> float:
+    """The most that a draft can bring by guideline 4, if a step takes `ratio` of a pass and verifying takes nothing."""
+    lengths = range(1, _LONGEST_CHAIN + 1)
+    return max(speedup(independent_acceptance_length(chance, length), ratio, length) for length in lengths)
 
 
 def _rising(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -122,6 +122,28 @@ def test_trying_a_useless_draft_again_costs_little(draft_s: float) -> None:
     assert lost < 0.02 * plain
 
 
+@pytest.mark.parametrize(
+    ("step_s", "chance", "passes"),
+    [
+        (0.9, 0.99, 540),  # 540 plain passes take a hundred times the six trials of a step each that may follow
+        (2.0, 0.99, 1024),
+        (0.1, 0.1, 60),
+        (0.1, 0.5, 0),
+        (0.5, 0.99, 0),
+    ],
+)
+def test_a_draft_without_prospects_is_not_tried_at_once(step_s: float, chance: float, passes: int) -> None:
+    pace = Pace(plain_s=1.0, step_s=step_s, chance=chance)
+    count = 0
+    while pace.is_paused:
+        assert pace.budget(64, 9, 0.0).num_nodes == 0
+        pace.observe(rows=1, tokens=1, draft_s=0.0, verify_s=1.0)
+        count += 1
+    assert count == passes
+    assert pace.budget(64, 9, 0.0).num_nodes == 32
+    assert pace.budget(64, 9, 0.0).rate == pytest.approx(1.0)
+
+
 def test_plain_decoding_is_the_least_rate() -> None:
     """A streak of wrong guesses must not make further ones look worth their time."""
     pace = Pace()
