@@ -8,7 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from app import hub
-from app.draft import attention_for
+from app.draft import DRAFT_BITS, attention_for
 from app.models import is_cached, locate
 from offload.checkpoint import Checkpoint, open_checkpoint, read_config
 from offload.load import Outline, outline
@@ -41,8 +41,15 @@ class Blueprint:
         """Sizes of the model held in `dtype` itself, whatever its files hold."""
         return sketch(_anatomy(self), dtype=dtype)
 
-    def rounded(self, bits: int, dtype: torch.dtype) -> Shape:
-        """Sizes of a copy with other values: numbers held as they are stored, codes decoded to `dtype`."""
+    def copies(self, bits: int, dtype: torch.dtype) -> list[Shape]:
+        """Sizes of a copy with the values of DRAFT_BITS, of weights in `bits`, in each way that it can be held.
+
+        Rounded: numbers as they are stored, codes decoded to `dtype`. Packed: where more bits are at hand.
+        """
+        rounded = self._rounded(bits, dtype)
+        return [rounded] if self.is_packed or bits <= DRAFT_BITS else [rounded, self.shape(DRAFT_BITS, dtype)]
+
+    def _rounded(self, bits: int, dtype: torch.dtype) -> Shape:
         if self.checkpoint is not None:
             return rounded_shape_of(_outline(self, bits, dtype), dtype)
         return self.plain(dtype) if bits != 16 or self.is_packed else self.shape(16, dtype)

@@ -176,7 +176,7 @@ def plan(
     from app.plan_command import Elsewhere, show_plan
 
     try:
-        elsewhere = Elsewhere.read(gpu, ram, disk_rate)
+        elsewhere = Elsewhere.read(gpu, ram, disk_rate, device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     return show_plan(chosen, elsewhere, given, as_json=as_json, offline=offline)

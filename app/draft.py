@@ -1,18 +1,20 @@
 """Which draft a run gets, what it costs and how it is loaded."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from app.machines import curves
-from app.target import load_tokenizer
+from app.target import load_tokenizer, packed
 from app.translation import Translation, translation
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.hardware import Hardware
 from offload.load import Loaded, Outline, load_model, outline
+from offload.pack import encoding_for, packed_outline
 from offload.plan import Plan, plan
 from offload.predict import Draft
 from offload.quantize import nf4_matrices
@@ -30,18 +32,22 @@ from specexec.drafters.translate import TranslatedLM
 from specexec.drafters.window import WindowedLM
 from specexec.lm import CachedLM
 
+DRAFT_BITS = 4
+Storage = Literal["stored", "rounded", "packed"]
+
 
 @dataclass(frozen=True)
 class DraftModel:
     """A model that drafts: the target itself (`is_self`) or another one, as bytes to plan for and to load.
 
+    checkpoint: where it comes from. outline: as it is held. storage: how that is.
     window: the most tokens of the text that it is shown; None for all. translation: where its tokenizer is another.
     """
 
     checkpoint: Checkpoint
     outline: Outline
     is_self: bool
-    is_nf4: bool
+    storage: Storage
     dtype: torch.dtype
     window: int | None = None
     translation: Translation | None = None
@@ -49,7 +55,13 @@ class DraftModel:
     @property
     def shape(self) -> Shape:
         """Its sizes as they are once it is loaded."""
-        return (rounded_shape_of if self.is_nf4 else shape_of)(self.outline, self.dtype)
+        return (rounded_shape_of if self.storage == "rounded" else shape_of)(self.outline, self.dtype)
+
+    def at_rest(self) -> Checkpoint:
+        """What is loaded: of a packed draft its pack, which is made first if this is the first time."""
+        if self.storage != "packed":
+            return self.checkpoint
+        return packed(self.checkpoint, DRAFT_BITS, f"quantize the draft to {DRAFT_BITS} bits")
 
     def behind(
         self, loaded: Loaded, target: CachedLM, budget: int, *, note: Callable[[str], None], shares_rows: bool = True
@@ -75,20 +87,22 @@ class DraftModel:
         layers = self.outline.layers
         everything: Plan = plan(layers, fixed={}, limit_bytes=2**63, resident=len(layers))
         return load_model(
-            self.checkpoint,
+            self.at_rest(),
             everything,
             device=hardware.device,
             dtype=self.dtype,
             attn_implementation=attention_for(self.checkpoint),
-            transform=nf4_matrices if self.is_nf4 else None,
+            transform=nf4_matrices if self.storage == "rounded" else None,
             share=target if self.is_self else None,
         )
 
 
-def model_draft(kind: str, shape: Shape, *, is_self: bool = False, window: int | None = None) -> Draft:
+def model_draft(
+    kind: str, shape: Shape, *, is_self: bool = False, window: int | None = None, decode_bps: float | None = None
+) -> Draft:
     """A draft model as plans count it; a copy of the target (`is_self`) shares what it can.
 
-    window: the most tokens of the text that it is shown; None for all.
+    window: the most tokens of the text that it is shown; None for all. decode_bps: see Draft.
     """
 
     def memory(rows: int, batch: int) -> Mapping[str, int]:
@@ -96,7 +110,7 @@ def model_draft(kind: str, shape: Shape, *, is_self: bool = False, window: int |
         return draft_bytes(shape, rows=own_rows, batch=batch, is_copy=is_self)
 
     layer_bytes = tuple(layer.resident_bytes for layer in shape.layers) if is_self else ()
-    return Draft(kind, curves()["self" if is_self else "model"], shape, memory, layer_bytes)
+    return Draft(kind, curves()["self" if is_self else "model"], shape, memory, layer_bytes, decode_bps)
 
 
 def plain_draft(kind: str) -> Draft:
@@ -109,12 +123,26 @@ def num_rows(config: PretrainedConfig, window: int | None, rows: int, budget: in
     return rows if window is None else min(window + budget, positions(config) or rows)
 
 
-def self_draft(checkpoint: Checkpoint, parts: Outline, dtype: torch.dtype) -> DraftModel:
-    """An NF4 copy of the target, but for what the target keeps resident while it streams the rest."""
-    return DraftModel(checkpoint, parts, is_self=True, is_nf4=True, dtype=dtype)
+def self_drafts(
+    checkpoint: Checkpoint, parts: Outline, dtype: torch.dtype, *, source: Checkpoint | None = None
+) -> list[DraftModel]:
+    """NF4 copies of the target, but for what the target keeps resident while it streams the rest.
+
+    source: what `checkpoint` is a pack of, in more than the copy's bits.
+    """
+    rounded = DraftModel(checkpoint, parts, is_self=True, storage="rounded", dtype=dtype)
+    return [rounded, *_packed(rounded, source or checkpoint)]
 
 
-def external_draft(
+def _packed(rounded: DraftModel, source: Checkpoint) -> list[DraftModel]:
+    """The same draft held in few bits, a quarter as large but slower: none where `source` has few bits already."""
+    if source.quantization is not None or not source.path.is_dir():
+        return []
+    parts = packed_outline(source, encoding_for(DRAFT_BITS), dtype=rounded.dtype)
+    return [replace(rounded, checkpoint=source, outline=parts, storage="packed")]
+
+
+def external_drafts(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
@@ -123,8 +151,9 @@ def external_draft(
     ctx: int,
     draft_ctx: int | None,
     note: Callable[[str], None],
-) -> DraftModel:
-    """Another model, of this tokenizer or one with enough tokens in common; `note` is told how it will be used.
+) -> list[DraftModel]:
+    """Another model, of this tokenizer or one with enough tokens in common, in each way that it can be held; `note` is
+    told how it will be used.
 
     ctx: the target's. draft_ctx: the most tokens of the text that it should see, None for as many as it can.
     Raises ValueError for a tokenizer that is too different or a draft_ctx beyond the positions that the draft knows.
@@ -138,7 +167,9 @@ def external_draft(
     if window is not None and window < ctx:
         note(f"draft: it sees the last {window} tokens only")
     parts = outline(checkpoint, dtype=dtype, attn_implementation=attention_for(checkpoint))
-    return DraftModel(checkpoint, parts, is_self=False, is_nf4=is_nf4, dtype=dtype, window=window, translation=crossing)
+    storage: Storage = "rounded" if is_nf4 else "stored"
+    model = DraftModel(checkpoint, parts, False, storage, dtype, window=window, translation=crossing)
+    return [model, *_packed(model, checkpoint)] if is_nf4 else [model]
 
 
 def positions(config: PretrainedConfig) -> int | None:

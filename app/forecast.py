@@ -28,11 +28,11 @@ _SHARE_OF_RAM = 0.9  # of what is free: the rest is for the process itself and f
 
 @dataclass(frozen=True)
 class Question:
-    """A target, a draft (a kind or the name of `draft_model`), the machine, and the limits to keep."""
+    """A target, a draft (a kind, or the name of `draft_models`), the machine, and the limits to keep."""
 
     target: Blueprint
     draft: str
-    draft_model: Draft | None
+    draft_models: tuple[Draft, ...]
     machine: Machine
     ctx: int
     budget: int | None
@@ -153,22 +153,25 @@ def levers(question: Question, chosen: Choice | None) -> list[Lever]:
 
 
 def _drafts(question: Question, target: Shape) -> list[Draft]:
-    if question.draft_model is not None:
-        return [question.draft_model]
+    if question.draft_models:
+        return list(question.draft_models)
     if question.draft == _SOME_MODEL:
         full = question.target.plain(question.dtype)
         return [model_draft(_SOME_MODEL, _smaller(full, times)) for times in (10, 40)]
     kinds = ("self", "ngram") if question.draft == "auto" else (question.draft,)
-    return [_own_draft(kind, question) if kind in ("self", "graft") else plain_draft(kind) for kind in kinds]
+    return [draft for kind in kinds for draft in _drafts_of_kind(kind, question)]
 
 
-def _own_draft(kind: str, question: Question) -> Draft:
-    return model_draft(kind, question.target.rounded(question.bits, question.dtype), is_self=True)
+def _drafts_of_kind(kind: str, question: Question) -> list[Draft]:
+    if kind not in ("self", "graft"):
+        return [plain_draft(kind)]
+    shapes, machine = question.target.copies(question.bits, question.dtype), question.machine
+    return [model_draft(kind, shape, is_self=True, decode_bps=machine.decoding_rate(shape)) for shape in shapes]
 
 
 def _changed(question: Question, flags: Mapping[str, str]) -> Question:
     """What the command with these flags asks: sizes as they are printed, everything else as it was."""
-    changes: dict[str, Any] = {"draft_model": None} if "draft" in flags else {}
+    changes: dict[str, Any] = {"draft_models": ()} if "draft" in flags else {}
     for flag, text in flags.items():
         if flag == "ram":
             machine = question.machine

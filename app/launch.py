@@ -1,7 +1,7 @@
 """From settings to a running session: find the model, plan its memory, load target and draft."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -12,12 +12,12 @@ from app.baselines import baseline
 from app.draft import (
     DraftModel,
     attention_for,
-    external_draft,
+    external_drafts,
     make_drafter,
     model_draft,
     plain_draft,
     positions,
-    self_draft,
+    self_drafts,
 )
 from app.environment import environment_engine_key
 from app.forecast import decide, device_limit, idle_limits, ram_room
@@ -43,7 +43,7 @@ from app.settings import (
 )
 from app.target import load_tokenizer, open_target
 from app.treecheck import honours_trees
-from offload.checkpoint import Checkpoint
+from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.hardware import Hardware, Rates, measure_disk, probe, release_unused
 from offload.heap import steady_heap
 from offload.load import Loaded, Outline, load_model, outline
@@ -148,17 +148,19 @@ def open_session(
         note(line)
     settings = chosen.settings
     target = _outlined(checkpoint, settings)
-    draft = _external_draft(chosen, target, offline=offline, note=note)
+    named = _named_drafts(chosen, target, offline=offline, note=note)
     machine, reading = _measured(target, settings)
     for line in idle_limits(machine.hardware, settings.device_limit, settings.ram_limit):
         note(line)
-    choice, draft = _chosen(settings, target, draft, machine)
+    choice, draft = _chosen(settings, target, named, machine)
     kind, budget, chosen_plan = choice.draft.kind, choice.budget, choice.plan
     if settings.draft == "auto" and kind == "ngram" and chosen_plan.streamed_bytes:
         note("draft: n-grams of the context, for a copy of the target is too large (--draft MODEL takes a small one)")
+    model = draft if isinstance(draft, DraftModel) else None
+    if model is not None:
+        model.at_rest()  # before the target takes the memory
     with ExitStack() as opened:
         loaded = opened.enter_context(_loaded(target, chosen_plan, machine.hardware, reading))
-        model = draft if isinstance(draft, DraftModel) else None
         draft_loaded = opened.enter_context(model.load(loaded, machine.hardware)) if model else None
         rows = target.ctx + budget  # of the KV caches: the context and one tree
 
@@ -170,7 +172,7 @@ def open_session(
         acceptance = Acceptance()
         if draft is not None:
             num_shared = len(shared_layers(chosen_plan)) if model and model.is_self else 0
-            drafting = f"{model.checkpoint.path} {model.is_nf4} {num_shared}" if model else str(draft.directory)
+            drafting = f"{model.checkpoint.path} {model.storage} {num_shared}" if model else str(draft.directory)
             pair = f"{checkpoint.path} {drafting} {target.dtype}"
             acceptance = recall(pair)
             opened.callback(lambda: remember(pair, acceptance))
@@ -224,20 +226,21 @@ def _outlined(checkpoint: Checkpoint, settings: Settings) -> _Target:
     return _Target(checkpoint, parts, shape_of(parts, dtype), tokenizer, device, dtype, ctx)
 
 
-def _external_draft(
+def _named_drafts(
     chosen: Resolved, target: _Target, *, offline: bool, note: Callable[[str], None]
-) -> DraftModel | LearnedDraft | None:
+) -> Sequence[DraftModel | LearnedDraft]:
+    """What the settings name, in each way that it can be held."""
     settings = chosen.settings
     if settings.draft in DRAFT_KINDS:
-        return None
+        return []
     directory, own = (locate(name, offline=offline) for name in (named_model(settings.draft), settings.target))
     vocab_size = target.shape.text.vocab_size
     if learned := learned_draft(directory, own, vocab_size=vocab_size, dtype=target.dtype):
         for key in OF_A_DRAFT_MODEL:
             if chosen.origins.get(key) == "flag":
                 raise ValueError(f"{flag_name(key)} has no effect on {settings.draft}, a learned draft: leave it out")
-        return learned
-    return external_draft(
+        return [learned]
+    return external_drafts(
         directory,
         target.tokenizer,
         target.dtype,
@@ -256,17 +259,22 @@ def _measured(target: _Target, settings: Settings) -> tuple[Machine, Reading]:
 
 
 def _chosen(
-    settings: Settings, target: _Target, external: DraftModel | LearnedDraft | None, machine: Machine
+    settings: Settings, target: _Target, named: Sequence[DraftModel | LearnedDraft], machine: Machine
 ) -> tuple[Choice, DraftModel | LearnedDraft | None]:
     """Draft, budget and plan together, and the model that drafts."""
-    own = self_draft(target.checkpoint, target.outline, target.dtype)
-    models = {"auto": {"self": own, "ngram": None}, "self": {"self": own}, "graft": {"graft": own}}.get(
-        settings.draft, {settings.draft: external}
-    )
-    drafts = [_draft(kind, model) for kind, model in models.items()]
+    kind = "self" if settings.draft == "auto" else settings.draft
+    models = named
+    if kind in ("self", "graft"):
+        source = open_checkpoint(locate(settings.target, offline=True)) if settings.bits == 8 else None
+        models = self_drafts(target.checkpoint, target.outline, target.dtype, source=source)
+    drafts = [(_draft(kind, model, machine), model) for model in models]
+    if settings.draft == "auto":
+        drafts.append((plain_draft("ngram"), None))
+    elif not drafts:
+        drafts.append((plain_draft(kind), None))
     choice = decide(
         target.shape,
-        drafts,
+        [draft for draft, _ in drafts],
         machine,
         ctx=target.ctx,
         budgets=(settings.budget,) if settings.budget else BUDGETS,
@@ -275,15 +283,15 @@ def _chosen(
         limit_bytes=device_limit(machine.hardware, settings.device_limit, settings.ram_limit),
         ram_bytes=ram_room(machine.hardware, settings.ram_limit),
     )
-    return choice, models[choice.draft.kind]
+    return choice, next(model for draft, model in drafts if draft is choice.draft)
 
 
-def _draft(kind: str, model: DraftModel | LearnedDraft | None) -> Draft:
-    if model is None:
-        return plain_draft(kind)
+def _draft(kind: str, model: DraftModel | LearnedDraft, machine: Machine) -> Draft:
     if isinstance(model, LearnedDraft):
         return model.planned(kind)
-    return model_draft(kind, model.shape, is_self=model.is_self, window=model.window)
+    shape = model.shape
+    decode_bps = machine.decoding_rate(shape)
+    return model_draft(kind, shape, is_self=model.is_self, window=model.window, decode_bps=decode_bps)
 
 
 def _loaded(target: _Target, chosen_plan: Plan, hardware: Hardware, reading: Reading) -> Loaded:

@@ -42,6 +42,10 @@ class Machine:
     facts: tuple[str, ...]
     is_named: bool = False
 
+    def decoding_rate(self, shape: Shape) -> float | None:
+        """The rate of decoding a model's matrices, measured; None where none are, or where it cannot be."""
+        return None if self.is_named else _decoding_rate(shape, self.hardware.device)
+
 
 def named_machine(name: str, ram_bytes: int | None = None, disk_bps: float | None = None) -> Machine:
     """A machine with the GPU `name` ("RTX 4090", "4090"; "none" for a CPU alone).
@@ -82,8 +86,7 @@ def this_machine(device: str, target: Shape, *, rows: int, disk_bps: float) -> M
     """This machine as it is now, its rates measured for `rows` tokens and matrices like those of `target`."""
     where = torch.device(device)
     rates = measure_rates(where, target.dtype, target.matrix, rows=rows, disk_bps=disk_bps)
-    if target.packed:
-        rates = replace(rates, decode_bps=measure_decode_bps(target.packed, target.dtype, where))
+    rates = replace(rates, decode_bps=_decoding_rate(target, where))
     hardware = probe(device)
     facts = [
         f"{hardware.name}: {hardware.free_bytes / 1e9:.1f} GB free of {hardware.total_bytes / 1e9:.1f} GB,"
@@ -93,6 +96,10 @@ def this_machine(device: str, target: Shape, *, rows: int, disk_bps: float) -> M
     if hardware.device.type != "cpu":
         facts.append(f"link {rates.link_bps / 1e9:.1f} GB/s, RAM {hardware.ram_free_bytes / 1e9:.1f} GB free")
     return Machine(hardware, rates, tuple(facts))
+
+
+def _decoding_rate(shape: Shape, device: torch.device) -> float | None:
+    return measure_decode_bps(shape.packed, shape.dtype, device) if shape.packed and shape.decoded_bytes else None
 
 
 def assumed_disk_bps() -> float:

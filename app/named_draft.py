@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 
 from app.blueprint import Blueprint
-from app.draft import model_draft, window_for
+from app.draft import DRAFT_BITS, model_draft, window_for
 from app.learned_draft import learned_draft
+from app.machines import Machine
 from app.models import is_cached, locate
 from app.settings import Settings, named_model
 from app.target import load_tokenizer
@@ -14,10 +15,17 @@ from app.translation import translation
 from offload.predict import Draft
 
 
-def named_draft(
-    settings: Settings, target: Blueprint, dtype: torch.dtype, *, ctx: int, look: Callable[[str], Blueprint]
-) -> Draft:
-    """The learned draft or the draft model that `settings` name, counted as a run counts it once it is loaded.
+def named_drafts(
+    settings: Settings,
+    target: Blueprint,
+    machine: Machine,
+    dtype: torch.dtype,
+    *,
+    ctx: int,
+    look: Callable[[str], Blueprint],
+) -> list[Draft]:
+    """The learned draft or the draft model that `settings` name, counted as a run counts it once it is loaded, in each
+    way that it can be held.
 
     ctx: the target's. look: makes a blueprint of a name. Raises FileNotFoundError, ValueError or ConnectionError in one
     line.
@@ -26,12 +34,14 @@ def named_draft(
     if is_cached(name):
         learned = learned_draft(locate(name, offline=True), target.path, vocab_size=vocab_size, dtype=dtype)
         if learned is not None:
-            return learned.planned(settings.draft)
+            return [learned.planned(settings.draft)]
     model = look(name)
-    shape = model.rounded(16, dtype) if settings.draft_bits == 4 else model.shape(16, dtype)
+    shapes = model.copies(16, dtype) if settings.draft_bits == DRAFT_BITS else [model.shape(16, dtype)]
     is_translated = _is_translated(target, model)
     window = window_for(model.config, ctx, settings.draft_ctx, is_translated=is_translated)
-    return model_draft(settings.draft, shape, window=window)
+    return [
+        model_draft(settings.draft, shape, window=window, decode_bps=machine.decoding_rate(shape)) for shape in shapes
+    ]
 
 
 def _is_translated(target: Blueprint, draft: Blueprint) -> bool:

@@ -13,7 +13,7 @@ from app.environment import is_offline
 from app.forecast import Lever, Question, forecast, idle_limits, levers
 from app.launch import LINK_SAMPLE_BYTES, PROBE_NODES, compute_dtype, context_length, device_name
 from app.machines import Machine, assumed_disk_bps, named_machine, this_machine
-from app.named_draft import named_draft
+from app.named_draft import named_drafts
 from app.settings import DRAFT_KINDS, OF_A_DRAFT_MODEL, Resolved
 from app.sizes import format_size, parse_size
 from offload.hardware import Hardware, measure_disk, probe
@@ -33,10 +33,12 @@ class Elsewhere:
     disk_bps: float | None
 
     @classmethod
-    def read(cls, gpu: str | None, ram: str | None, disk_rate: str | None) -> "Elsewhere":
-        """Reads the flags; ValueError names the one that is wrong."""
+    def read(cls, gpu: str | None, ram: str | None, disk_rate: str | None, device: str | None = None) -> "Elsewhere":
+        """Reads the flags; ValueError names the one that is wrong, or has no effect on a machine that is not here."""
         if ram is not None and gpu is None:
             raise ValueError("--ram belongs to a machine named by --gpu; for this one there is --ram-limit")
+        if gpu is not None and device not in (None, "auto"):
+            raise ValueError(f"--device {device} is about this machine: with --gpu leave it out (--gpu none for a CPU)")
         sizes = {"--ram": ram, "--disk-rate": disk_rate and disk_rate.removesuffix("/s")}
         read: dict[str, int | None] = {}
         for flag, text in sizes.items():
@@ -116,10 +118,6 @@ def _question(
     settings = chosen.settings
     if settings.target is None:
         raise ValueError("name a model with --target or --preset")
-    if elsewhere.gpu is not None and settings.device != "auto" and chosen.origins.get("device") == "flag":
-        raise ValueError(
-            f"--device {settings.device} is about this machine: with --gpu leave it out (--gpu none for a CPU)"
-        )
     target = look(settings.target, offline=offline)
     if settings.bits is not None and target.is_packed:
         raise ValueError(f"{target.name} is already quantized ({target.describe(settings.bits)}): leave out --bits")
@@ -139,7 +137,9 @@ def _question(
     return Question(
         target,
         settings.draft,
-        named_draft(settings, target, dtype, ctx=ctx, look=partial(look, offline=offline)) if is_named else None,
+        tuple(named_drafts(settings, target, machine, dtype, ctx=ctx, look=partial(look, offline=offline)))
+        if is_named
+        else (),
         machine,
         ctx=ctx,
         budget=settings.budget,

@@ -111,7 +111,7 @@ READERS: dict[str, Reader] = {
     "top_p": _number(float, "above 0 and at most 1", lambda x: 0 < x <= 1),
     "top_k": _at_least(0),
     "min_p": _number(float, "from 0 to below 1", lambda x: 0 <= x < 1),
-    "repeat_penalty": _number(float, "above 0", lambda x: 0 < x < math.inf),
+    "repeat_penalty": _number(float, "from 1e-6 to 1e6", lambda x: 1e-6 <= x <= 1e6),
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
     "min_tokens": _at_least(0),

@@ -20,10 +20,13 @@ def open_target(settings: Settings, *, offline: bool) -> Checkpoint:
         return source
     if source.quantization is not None:
         raise ValueError(f"{settings.target} is already quantized ({source.quantization}): leave out --bits")
-    if settings.bits == 16:
-        return source
-    with Progress(f"quantize to {settings.bits} bits") as progress:
-        return open_pack(source, _folder(source.path, settings.bits), encoding_for(settings.bits), progress=progress)
+    return source if settings.bits == 16 else packed(source, settings.bits, f"quantize to {settings.bits} bits")
+
+
+def packed(source: Checkpoint, bits: int, what: str) -> Checkpoint:
+    """The pack of `source` in the cache directory, made if it is not there; `what` says what that is, as it goes on."""
+    with Progress(what) as progress:
+        return open_pack(source, _folder(source.path, bits), encoding_for(bits), progress=progress)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -5,7 +5,7 @@ Knows nothing of tokens: how many a tree of some size brings is data that the ca
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.hardware import Rates
 from offload.plan import EMBEDDING, DoesNotFit, Placement, Plan, beside_copy, fit
@@ -37,6 +37,7 @@ class Draft:
     """A way to draft: its name, its model if it has one, and the bytes that it adds for `rows` and `batch` nodes.
 
     layer_bytes: of each layer of a copy of the target, which holds only those that it cannot share; else none.
+    decode_bps: the rate at which its matrices are decoded, as Rates have it for the target's, where it was measured.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class Draft:
     shape: Shape | None
     memory: Callable[[int, int], Mapping[str, int]]
     layer_bytes: tuple[int, ...] = ()
+    decode_bps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def first_token_seconds(target: Shape, plan: Plan, draft: Draft, num_tokens: int
     own = max(link_seconds(plan, rates), compute_s) + _gather_s(target, plan, num_tokens)
     if draft.shape is None:
         return own
-    return own + compute_seconds(draft.shape, num_tokens, rates) + _pairs_s(draft.shape, num_tokens, rates)
+    return own + compute_seconds(draft.shape, num_tokens, _of(draft, rates)) + _pairs_s(draft.shape, num_tokens, rates)
 
 
 def knee(target: Shape, plan: Plan, rates: Rates) -> int:
@@ -188,7 +190,11 @@ def _draft_s(draft: Draft, budget: int, rates: Rates) -> float:
     if draft.shape is None:
         return 0.0
     steps = draft.curve.num_steps(budget)
-    return steps * compute_seconds(draft.shape, max(1, round(budget / max(steps, 1))), rates)
+    return steps * compute_seconds(draft.shape, max(1, round(budget / max(steps, 1))), _of(draft, rates))
+
+
+def _of(draft: Draft, rates: Rates) -> Rates:
+    return replace(rates, decode_bps=draft.decode_bps) if draft.decode_bps else rates
 
 
 def _pairs_s(shape: Shape, num_tokens: int, rates: Rates) -> float:

@@ -30,7 +30,8 @@ _LEAST = np.finfo(np.float64).tiny  # so that no noise is infinite
 class SamplingParams:
     """How tokens are drawn. Temperature 0 is greedy; 0 for top_k and 1 for top_p mean no filter.
 
-    Between 0 and 1e-6 there is no temperature: logits divided by it might be infinite, and all of those alike.
+    Between 0 and 1e-6 there is no temperature, and no repetition_penalty beyond 1e-6 to 1e6: logits that it divides or
+    multiplies might be infinite, and all of those alike.
 
     repetition_penalty divides (multiplies, where negative) the logits of every token of prompt and answer; presence and
     frequency penalties are subtracted once, or once per occurrence, for tokens of the answer only.
@@ -56,7 +57,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, "at least 0 (0 switches it off)"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0 (1 switches it off)"),
+            "repetition_penalty": (1e-6 <= self.repetition_penalty <= 1e6, "from 1e-6 to 1e6 (1 switches it off)"),
             "presence_penalty": (abs(self.presence_penalty) <= 2, "from -2 to 2"),
             "frequency_penalty": (abs(self.frequency_penalty) <= 2, "from -2 to 2"),
             "min_tokens": (self.min_tokens >= 0, "at least 0"),

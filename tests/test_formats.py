@@ -242,6 +242,6 @@ def test_a_config_alone_tells_the_bytes_that_headers_tell(tmp_path, quantization
         # Scales of rows as narrow as these are not nothing, and files are read in whole blocks.
         assert abs(ours.slot_bytes - theirs.slot_bytes) < 0.03 * theirs.slot_bytes + 3 * 4096
     assert drawn.decoded_bytes == real.decoded_bytes
-    assert described.rounded(16, torch.float32).stored_bytes == described.plain(torch.float32).stored_bytes
+    assert described.copies(16, torch.float32)[0].stored_bytes == described.plain(torch.float32).stored_bytes
     with pytest.raises(ValueError, match="already quantized .*: leave out --bits"):
         described.shape(4, torch.float32)

@@ -363,7 +363,7 @@ def test_between_two_known_budgets():
 def question(name, machine, **changes):
     fields = {
         "draft": "ngram",
-        "draft_model": None,
+        "draft_models": (),
         "ctx": 4096,
         "budget": None,
         "bits": 16,

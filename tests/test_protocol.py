@@ -17,7 +17,7 @@ def params(**fields):
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "repeat_penalty"])
 def test_a_penalty_of_zero_is_refused(name):
-    with pytest.raises(Refused, match=r"^repetition_penalty must be above 0"):
+    with pytest.raises(Refused, match=r"^repetition_penalty must be from 1e-6"):
         params(**{name: 0})
 
 

@@ -20,6 +20,8 @@ from specexec.sampling import SamplingParams, make_sampler
         ("top_k", -1),
         ("min_p", 1.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-39),
+        ("repetition_penalty", 1e39),
         ("presence_penalty", 2.5),
         ("frequency_penalty", -3.0),
         ("min_tokens", -1),

@@ -57,6 +57,8 @@ def test_every_setting_has_a_reader_and_a_default():
         ("top_k", "2.5"),
         ("min_p", "1"),
         ("repeat_penalty", "0"),
+        ("repeat_penalty", "1e-39"),
+        ("repeat_penalty", "1e39"),
         ("presence_penalty", "2.1"),
         ("frequency_penalty", "x"),
         ("max_tokens", "0"),
