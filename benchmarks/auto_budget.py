@@ -5,9 +5,10 @@
 The target is the demo model in memory, or widened 16 times (2.66 GB) and 48 times (7.8 GB) and streamed from disk in a
 memory cgroup of 1.5 and 2.2 GB. The good draft is the demo model's NF4 copy, the mediocre one the same with noise on
 its layers' weights, the useless one has layers of noise only. Budgets are tried upwards until one is a quarter slower
-than the best, which eight of its passes show; in memory the best of them, auto and none then take turns, and medians
-count. The last line printed is one JSON object: per case and draft tokens/s by budget, and least_auto_over_best and
-useless_over_none. For the second, the draft is the useless one with budget auto.
+than the best, which eight of its passes show. In memory the best of them, auto and none then take turns, whose medians
+count: of rates, and of auto's ratios to the others in the same turn. The last line printed is one JSON object: per case
+and draft tokens/s by budget and auto's ratios, and the least of these, least_auto_over_best and useless_over_none. For
+the second, the draft is the useless one with budget auto.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import itertools
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 
 import torch
 from limits import DEMO, in_cgroup, make_cgroup, widened_demo
@@ -37,7 +39,7 @@ FACTORS = {"resident": 1, "x16": 16, "x48": 48}
 LIMITS = {"resident": None, "x16": 1_500_000_000, "x48": 2_200_000_000}
 # How often the best budget, auto and none are measured again, by turns: a machine that is shared is faster or slower by
 # a third for a while, which a disk that is waited for hides.
-TURNS = {"resident": 8, "x16": 0, "x48": 0}
+TURNS = {"resident": 15, "x16": 0, "x48": 0}
 _HOPELESS = 0.75  # of the best rate: larger budgets are not tried any more
 _PASSES = 8  # that show it
 
@@ -82,15 +84,22 @@ def measure(case: str, drafts: list[str], budgets: list[int], max_tokens: int) -
     report: dict[str, dict[str, float]] = {}
     none = 0.0
     for name in drafts:
-        chosen = chosen_settings(None, flags)
-        with open_session(chosen, offline=False, note=lambda line: print(line, file=sys.stderr)) as running:
-            own = running.session.drafter.lm
-            spoil(own.model, NOISE[name])
-            drafter = ModelDrafter(own)  # what it has learned stays, as it does from one run to the next
-            none = none or tokens_per_s(running, None, 1, max_tokens)
-            report[name] = _rates(running, drafter, none, budgets, max_tokens, TURNS[case])
+        report[name] = _measure(flags, NOISE[name], none, budgets, max_tokens, TURNS[case])
+        none = report[name]["none"]
         print(case, name, {key: round(rate, 2) for key, rate in report[name].items()}, file=sys.stderr, flush=True)
     return report
+
+
+def _measure(
+    flags: Mapping[str, str], noise: float, none: float, budgets: list[int], max_tokens: int, turns: int
+) -> dict[str, float]:
+    """In a session of its own, of which nothing is left. none: the rate without a draft, 0 if it is not known yet."""
+    chosen = chosen_settings(None, flags)
+    with open_session(chosen, offline=False, note=lambda line: print(line, file=sys.stderr)) as running:
+        own = running.session.drafter.lm
+        spoil(own.model, noise)
+        drafter = ModelDrafter(own)  # what it has learned stays, as it does from one run to the next
+        return _rates(running, drafter, none or tokens_per_s(running, None, 1, max_tokens), budgets, max_tokens, turns)
 
 
 def _rates(
@@ -102,14 +111,24 @@ def _rates(
         found[str(budget)] = tokens_per_s(running, drafter, budget, max_tokens, least=least)
         if found[str(budget)] < least:
             break
+    rivals = {"auto": (drafter, None), "none": (None, 1)}
     best = max(found, key=found.__getitem__)
-    found |= {"auto": tokens_per_s(running, drafter, None, max_tokens), "none": none}
-    rivals = {best: (drafter, int(best)), "auto": (drafter, None), "none": (None, 1)}
-    rates = {key: [found[key]] for key in rivals}
+    if found[best] > _HOPELESS * none:
+        rivals[best] = (drafter, int(best))
+    rates = {key: [] for key in rivals}
     for turn in range(turns):
         for key in [*rivals][:: -1 if turn % 2 else 1]:
             rates[key].append(tokens_per_s(running, *rivals[key], max_tokens))
-    return found | {key: statistics.median(each) for key, each in rates.items()}
+    if not turns:
+        rates = {"auto": [tokens_per_s(running, drafter, None, max_tokens)], "none": [none], best: [found[best]]}
+    by_turn = [dict(zip(rates, each, strict=True)) for each in zip(*rates.values(), strict=True)]
+    return found | {
+        **{key: statistics.median(each) for key, each in rates.items()},
+        "auto_over_best": statistics.median(
+            turn["auto"] / max(rate for key, rate in turn.items() if key != "auto") for turn in by_turn
+        ),
+        "auto_over_none": statistics.median(turn["auto"] / turn["none"] for turn in by_turn),
+    }
 
 
 def main() -> None:
@@ -134,12 +153,11 @@ def main() -> None:
         if folder is not None:
             folder.rmdir()
     rows = [row for drafts in report.values() for row in drafts.values()]
-    over_best = [row["auto"] / max(rate for key, rate in row.items() if key != "auto") for row in rows]
     useless = [drafts["useless"] for drafts in report.values() if "useless" in drafts]
     summary = {
         "tokens_per_s": report,
-        "least_auto_over_best": min(over_best),
-        "useless_over_none": min((row["auto"] / row["none"] for row in useless), default=None),
+        "least_auto_over_best": min(row["auto_over_best"] for row in rows),
+        "useless_over_none": min((row["auto_over_none"] for row in useless), default=None),
     }
     print(json.dumps(summary))
 
