@@ -85,6 +85,9 @@ def run(
     ] = None,
     draft_bits: Annotated[_Text, _model("--draft-bits", "16|4", "4: an NF4 copy of a draft model.")] = None,
     draft_ctx: Annotated[_Text, _model("--draft-ctx", "N", "A draft model sees the last N tokens only.")] = None,
+    draft_dtype: Annotated[
+        _Text, _model("--draft-dtype", "bfloat16|float16|float32", "What a draft model computes in; as the target.")
+    ] = None,
     past: Annotated[_Text, _model("--past", "on|off", "Whether suffix drafts keep answers on disk.")] = None,
     dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What to compute in.")] = None,
     ctx: Annotated[_Text, _model("--ctx", "N", "Most tokens of prompt and answer together.")] = None,
@@ -146,6 +149,9 @@ def plan(
     ] = None,
     draft_bits: Annotated[_Text, _model("--draft-bits", "16|4", "4: an NF4 copy of a draft model.")] = None,
     draft_ctx: Annotated[_Text, _model("--draft-ctx", "N", "A draft model sees the last N tokens only.")] = None,
+    draft_dtype: Annotated[
+        _Text, _model("--draft-dtype", "bfloat16|float16|float32", "What a draft model computes in; as the target.")
+    ] = None,
     dtype: Annotated[_Text, _model("--dtype", "bfloat16|float16|float32", "What to compute in.")] = None,
     ctx: Annotated[_Text, _model("--ctx", "N", "Most tokens of prompt and answer together.")] = None,
     budget: Annotated[_Text, _model("--budget", "auto|N", "Most guesses verified in one pass.")] = None,

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from app.baselines import baseline
 from app.draft import (
+    DRAFT_BITS,
     DraftModel,
     attention_for,
     external_drafts,
@@ -173,7 +174,7 @@ def open_session(
         if draft is not None:
             num_shared = len(shared_layers(chosen_plan)) if model and model.is_self else 0
             drafting = f"{model.checkpoint.path} {model.storage} {num_shared}" if model else str(draft.directory)
-            pair = f"{checkpoint.path} {drafting} {target.dtype}"
+            pair = f"{checkpoint.path} {drafting} {target.dtype} {draft.dtype}"
             acceptance = recall(pair)
             opened.callback(lambda: remember(pair, acceptance))
         draft_lm = model.behind(draft_loaded, lm, budget, note=note, shares_rows=method is None) if model else None
@@ -243,8 +244,8 @@ def _named_drafts(
     return external_drafts(
         directory,
         target.tokenizer,
-        target.dtype,
-        is_nf4=settings.draft_bits == 4,
+        getattr(torch, settings.draft_dtype) if settings.draft_dtype else target.dtype,
+        is_nf4=settings.draft_bits == DRAFT_BITS,
         ctx=target.ctx,
         draft_ctx=settings.draft_ctx,
         note=note,

@@ -36,6 +36,7 @@ def named_drafts(
         if learned is not None:
             return [learned.planned(settings.draft)]
     model = look(name)
+    dtype = getattr(torch, settings.draft_dtype) if settings.draft_dtype else dtype
     shapes = model.copies(16, dtype) if settings.draft_bits == DRAFT_BITS else [model.shape(16, dtype)]
     is_translated = _is_translated(target, model)
     window = window_for(model.config, ctx, settings.draft_ctx, is_translated=is_translated)

@@ -202,11 +202,12 @@ def _speed_lines(question: Question, shape: Shape, choice: Choice) -> list[str]:
         if nbytes
     ]
     decoding = f", then decoded to {str(shape.dtype).removeprefix('torch.')}" if shape.decoded_bytes else ""
+    held = ", decoded at each step" if choice.draft.shape is not None and choice.draft.shape.decoded_bytes else ""
     lines = [
         f"speed: {likely:.2g} tokens/s ({low:.2g} to {high:.2g}) ="
         f" {mean:.1f} tokens per pass ({fewest:.1f} to {most:.1f})"
         f" / ({prediction.s_per_pass:.3g} s + {prediction.draft_s:.2g} s of drafting),"
-        f" draft {choice.draft.kind}, budget {choice.budget}",
+        f" draft {choice.draft.kind}{held}, budget {choice.budget}",
         f"  s per pass = max(link {prediction.link_s:.3g} s = {' + '.join(terms) or 'nothing'}, compute"
         f" {prediction.compute_s:.3g} s: 2 x {shape.num_used / 1e9:.3g} G weights x {nodes} tokens"
         f" / {rates.flops / 1e12:.3g} TFLOPS and {shape.stored_bytes / 1e9:.3g} GB read at"

@@ -17,7 +17,9 @@ _PASSED_ON = {  # to the server that an engine is
     *("min_tokens", "seed", "max_tokens", "stop", "system"),
 }
 
-OF_A_DRAFT_MODEL = ("draft_bits", "draft_ctx")  # not of a learned draft, nor of one without weights
+OF_A_DRAFT_MODEL = ("draft_bits", "draft_ctx", "draft_dtype")  # not of a learned draft, nor of one without weights
+
+_DTYPES = ("bfloat16", "float16", "float32")
 
 _CUTS = ("top_p", "top_k", "min_p")  # of what is drawn from, where anything is drawn
 
@@ -98,8 +100,9 @@ READERS: dict[str, Reader] = {
     "draft": _draft,
     "draft_bits": _number(int, "16 or 4", lambda n: n in (16, 4)),
     "draft_ctx": _at_least(8),
+    "draft_dtype": _choice(*_DTYPES),
     "past": _choice("on", "off"),
-    "dtype": _choice("bfloat16", "float16", "float32"),
+    "dtype": _choice(*_DTYPES),
     "ctx": _at_least(2),
     "budget": _auto_or(_at_least(1)),
     "device": _choice("auto", "cpu", "cuda"),
@@ -135,6 +138,7 @@ class Settings:
     draft: str = "auto"
     draft_bits: int | None = None
     draft_ctx: int | None = None
+    draft_dtype: str | None = None
     past: str = "on"
     dtype: str | None = None
     ctx: int | None = None
@@ -261,8 +265,9 @@ def _refuse_idle(resolved: Resolved) -> None:
         raise ValueError(
             f"--draft-bits {settings.draft_bits} needs a draft model: --draft ID or a directory, not {settings.draft}"
         )
-    if origins.get("draft_ctx") == "flag" and not external:
-        raise ValueError(f"--draft-ctx needs a draft model: --draft ID or a directory, not {settings.draft}")
+    for key in ("draft_ctx", "draft_dtype"):
+        if origins.get(key) == "flag" and not external:
+            raise ValueError(f"{flag_name(key)} needs a draft model: --draft ID or a directory, not {settings.draft}")
     if origins.get("past") == "flag" and settings.past == "on" and not guesses_repetitions(settings.draft):
         raise ValueError(
             f"--past on needs a draft that repeats: --draft suffix, graft or graft:MODEL, not {settings.draft}"

@@ -287,7 +287,7 @@ def test_a_learned_draft_takes_no_flags_of_a_draft_model(
     head = str(written(tmp_path / "head", *eagles.stored("another width")[:2]))
     draft = str(tiny.save(tiny.tiny_model("llama", seed=9), tmp_path / "draft"))
     tiny_tokenizer().save_pretrained(draft)
-    for flag, value in (("--draft-bits", "4"), ("--draft-ctx", "8")):
+    for flag, value in (("--draft-bits", "4"), ("--draft-ctx", "8"), ("--draft-dtype", "bfloat16")):
         assert main([*arguments, "--draft", head, flag, value, "--out", str(tmp_path / flag)]) == 1
         assert f"{flag} has no effect on {head}, a learned draft" in capsys.readouterr().err
     assert main([*arguments, "--draft", draft, "--drafts", f"{draft},{head}", "--draft-bits", "4"]) == 0

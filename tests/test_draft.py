@@ -142,6 +142,21 @@ def test_the_text_stays_the_same(
     assert accepted > 10
 
 
+@pytest.mark.parametrize("bits", ["16", "4"])
+def test_a_draft_may_compute_in_another_type(checkpoint: Checkpoint, bits: str) -> None:
+    """Its copy, too, reads the target's rows, in its own type."""
+    texts, own = [], {"draft": str(checkpoint.path), "draft_bits": bits, "draft_dtype": "bfloat16", "budget": "16"}
+    for each in ({"draft": "none"}, own):
+        chosen = chosen_settings(None, {"target": str(checkpoint.path), "dtype": "float32", "ctx": "256", **each})
+        with open_session(chosen, offline=True, note=lambda line: None) as running:
+            session = running.session
+            chunks = list(session.stream(session.encode_raw(PROMPT), running.sampling, max_tokens=40))
+            texts.append("".join(chunk.text for chunk in chunks))
+    assert texts[0] == texts[1]
+    assert chunks[-1].stats.accepted > 10
+    assert (session.target.model.dtype, session.drafter.lm.model.dtype) == (torch.float32, torch.bfloat16)
+
+
 def test_a_pack_is_made_once(checkpoint: Checkpoint, tmp_path: Path) -> None:
     draft = copies(checkpoint)["packed"]
     folder = draft.at_rest().path

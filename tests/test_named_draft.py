@@ -90,3 +90,11 @@ def test_a_copy_of_the_target_holds_no_scratch_that_it_never_uses(bits, tmp_path
     plain = sum(parameter.nbytes for parameter in tiny.tiny_model("llama").model.layers.parameters())
     assert found["draft"] == pytest.approx(plain, rel=0.06)  # 64 bytes for every vector, blocks of the file
     assert found["draft's decoded matrix"] == 0
+
+
+@pytest.mark.parametrize("bits", ["16", "4"])
+def test_a_type_of_its_own(bits, tmp_path, capsys) -> None:
+    target, draft = model(tmp_path / "target"), model(tmp_path / "draft", num_hidden_layers=2)
+    same, half = (both(capsys, target, str(draft), draft_bits=bits, **own) for own in ({}, {"draft_dtype": "bfloat16"}))
+    assert half["draft"] == pytest.approx(same["draft"] / 2, rel=0.06)
+    assert half["draft's KV cache"] == same["draft's KV cache"] / 2

@@ -144,7 +144,16 @@ def test_a_limit_of_this_machine_is_raised_where_it_refuses(chat_model, capsys):
 
 def test_a_lever_leaves_out_what_only_a_draft_model_has(described, capsys):
     options = ["--bits", "4", "--gpu", "4090", "--device-limit", "9GB"]
-    draft = ["--draft", str(described["Llama 3 8B"]), "--draft-bits", "4", "--draft-ctx", "512"]
+    draft = [
+        "--draft",
+        str(described["Llama 3 8B"]),
+        "--draft-bits",
+        "4",
+        "--draft-ctx",
+        "512",
+        "--draft-dtype",
+        "float16",
+    ]
     code, text, _ = plan(capsys, "--target", described["Llama 3 70B"], *options, *draft, "--json")
     assert code == 1
     command = json.loads(text.splitlines()[-1])["levers"][0]["command"]
