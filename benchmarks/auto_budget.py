@@ -16,7 +16,6 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Mapping
 
 import torch
 from limits import DEMO, in_cgroup, make_cgroup, widened_demo
@@ -75,35 +74,24 @@ def tokens_per_s(
     return tokens / seconds
 
 
-def measure(case: str, drafts: list[str], budgets: list[int], max_tokens: int) -> dict[str, dict[str, float]]:
-    """By draft: tokens/s by budget, `auto` and `none`."""
+def measure(case: str, name: str, none: float, budgets: list[int], max_tokens: int) -> dict[str, float]:
+    """Tokens/s of one draft by budget, `auto` and `none`, which is measured unless it is known, and auto's ratios."""
     demo, target = widened_demo(FACTORS[case]) if FACTORS[case] > 1 else (DEMO, DEMO)
     flags = {"target": str(target), "draft": str(demo), "draft_bits": "4", "ctx": "512", "budget": str(max(budgets))}
     if case == "resident":
         flags["resident"] = "30"
-    report: dict[str, dict[str, float]] = {}
-    none = 0.0
-    for name in drafts:
-        report[name] = _measure(flags, NOISE[name], none, budgets, max_tokens, TURNS[case])
-        none = report[name]["none"]
-        print(case, name, {key: round(rate, 2) for key, rate in report[name].items()}, file=sys.stderr, flush=True)
-    return report
-
-
-def _measure(
-    flags: Mapping[str, str], noise: float, none: float, budgets: list[int], max_tokens: int, turns: int
-) -> dict[str, float]:
-    """In a session of its own, of which nothing is left. none: the rate without a draft, 0 if it is not known yet."""
     chosen = chosen_settings(None, flags)
     with open_session(chosen, offline=False, note=lambda line: print(line, file=sys.stderr)) as running:
         own = running.session.drafter.lm
-        spoil(own.model, noise)
+        spoil(own.model, NOISE[name])
         drafter = ModelDrafter(own)  # what it has learned stays, as it does from one run to the next
-        return _rates(running, drafter, none or tokens_per_s(running, None, 1, max_tokens), budgets, max_tokens, turns)
+        found = _rates(running, drafter, none or tokens_per_s(running, None, 1, max_tokens), budgets, max_tokens, case)
+    print(case, name, {key: round(rate, 2) for key, rate in found.items()}, file=sys.stderr, flush=True)
+    return found
 
 
 def _rates(
-    running: Running, drafter: ModelDrafter, none: float, budgets: list[int], max_tokens: int, turns: int
+    running: Running, drafter: ModelDrafter, none: float, budgets: list[int], max_tokens: int, case: str
 ) -> dict[str, float]:
     found: dict[str, float] = {}
     for budget in budgets:
@@ -116,10 +104,10 @@ def _rates(
     if found[best] > _HOPELESS * none:
         rivals[best] = (drafter, int(best))
     rates = {key: [] for key in rivals}
-    for turn in range(turns):
+    for turn in range(TURNS[case]):
         for key in [*rivals][:: -1 if turn % 2 else 1]:
             rates[key].append(tokens_per_s(running, *rivals[key], max_tokens))
-    if not turns:
+    if not TURNS[case]:
         rates = {"auto": [tokens_per_s(running, drafter, None, max_tokens)], "none": [none], best: [found[best]]}
     by_turn = [dict(zip(rates, each, strict=True)) for each in zip(*rates.values(), strict=True)]
     return found | {
@@ -137,21 +125,26 @@ def main() -> None:
     parser.add_argument("--drafts", default="good,mediocre,useless")
     parser.add_argument("--budgets", default="4,16,64,256,512")
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--none", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
         budgets = [int(each) for each in options.budgets.split(",")]
-        print(json.dumps(measure(options.worker, options.drafts.split(","), budgets, options.max_tokens)))
+        print(json.dumps(measure(options.worker, options.drafts, options.none, budgets, options.max_tokens)))
         return
-    same = ["--drafts", options.drafts, "--budgets", options.budgets, "--max-tokens", str(options.max_tokens)]
+    same = ["--budgets", options.budgets, "--max-tokens", str(options.max_tokens)]
     report: dict[str, dict[str, dict[str, float]]] = {}
     for case in options.cases.split(","):
         if FACTORS[case] > 1:
             widened_demo(FACTORS[case])
-        folder = make_cgroup(LIMITS[case]) if LIMITS[case] else None
-        report[case] = in_cgroup(folder, __file__, ["--worker", case, *same])
-        if folder is not None:
-            folder.rmdir()
+        report[case], none = {}, 0.0
+        for name in options.drafts.split(","):  # each in a process of its own: what one has freed is not all given back
+            folder = make_cgroup(LIMITS[case]) if LIMITS[case] else None
+            arguments = ["--worker", case, "--drafts", name, "--none", str(none), *same]
+            report[case][name] = in_cgroup(folder, __file__, arguments)
+            none = report[case][name]["none"]
+            if folder is not None:
+                folder.rmdir()
     rows = [row for drafts in report.values() for row in drafts.values()]
     useless = [drafts["useless"] for drafts in report.values() if "useless" in drafts]
     summary = {
