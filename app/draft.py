@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from app.machines import curves
-from app.target import load_tokenizer, packed
+from app.target import can_be_packed, load_tokenizer, packed
 from app.translation import Translation, translation
 from offload.checkpoint import Checkpoint, open_checkpoint
 from offload.hardware import Hardware
@@ -62,6 +62,12 @@ class DraftModel:
         if self.storage != "packed":
             return self.checkpoint
         return packed(self.checkpoint, DRAFT_BITS, f"quantize the draft to {DRAFT_BITS} bits")
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it can be put to rest: a pack takes its place in the cache."""
+        nbytes = self.shape.stored_bytes
+        return self.storage != "packed" or can_be_packed(self.checkpoint, DRAFT_BITS, nbytes)
 
     def behind(
         self, loaded: Loaded, target: CachedLM, budget: int, *, note: Callable[[str], None], shares_rows: bool = True

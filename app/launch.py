@@ -263,16 +263,16 @@ def _chosen(
     settings: Settings, target: _Target, named: Sequence[DraftModel | LearnedDraft], machine: Machine
 ) -> tuple[Choice, DraftModel | LearnedDraft | None]:
     """Draft, budget and plan together, and the model that drafts."""
-    kind = "self" if settings.draft == "auto" else settings.draft
+    kind, rival = ("self", "ngram") if settings.draft == "auto" else (settings.draft, None)
     models = named
     if kind in ("self", "graft"):
         source = open_checkpoint(locate(settings.target, offline=True)) if settings.bits == 8 else None
         models = self_drafts(target.checkpoint, target.outline, target.dtype, source=source)
+    if rival is not None:
+        models = [model for model in models if model.has_room]
     drafts = [(_draft(kind, model, machine), model) for model in models]
-    if settings.draft == "auto":
-        drafts.append((plain_draft("ngram"), None))
-    elif not drafts:
-        drafts.append((plain_draft(kind), None))
+    if rival is not None or not models:
+        drafts.append((plain_draft(rival or kind), None))
     choice = decide(
         target.shape,
         [draft for draft, _ in drafts],

@@ -3,12 +3,14 @@
 import re
 import tomllib
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import torch
 
 from app.spelling import nearest
+from offload.entries import TensorEntry
 from offload.hardware import (
     CPU_LAYER_S,
     CPU_LINK_COST,
@@ -44,7 +46,9 @@ class Machine:
 
     def decoding_rate(self, shape: Shape) -> float | None:
         """The rate of decoding a model's matrices, measured; None where none are, or where it cannot be."""
-        return None if self.is_named else _decoding_rate(shape, self.hardware.device)
+        if self.is_named or not _is_measurable(shape):
+            return None
+        return _decoding_rate(shape.packed, shape.dtype, self.hardware.device)
 
 
 def named_machine(name: str, ram_bytes: int | None = None, disk_bps: float | None = None) -> Machine:
@@ -86,7 +90,8 @@ def this_machine(device: str, target: Shape, *, rows: int, disk_bps: float) -> M
     """This machine as it is now, its rates measured for `rows` tokens and matrices like those of `target`."""
     where = torch.device(device)
     rates = measure_rates(where, target.dtype, target.matrix, rows=rows, disk_bps=disk_bps)
-    rates = replace(rates, decode_bps=_decoding_rate(target, where))
+    if _is_measurable(target):
+        rates = replace(rates, decode_bps=measure_decode_bps(target.packed, target.dtype, where))
     hardware = probe(device)
     facts = [
         f"{hardware.name}: {hardware.free_bytes / 1e9:.1f} GB free of {hardware.total_bytes / 1e9:.1f} GB,"
@@ -98,8 +103,13 @@ def this_machine(device: str, target: Shape, *, rows: int, disk_bps: float) -> M
     return Machine(hardware, rates, tuple(facts))
 
 
-def _decoding_rate(shape: Shape, device: torch.device) -> float | None:
-    return measure_decode_bps(shape.packed, shape.dtype, device) if shape.packed and shape.decoded_bytes else None
+def _is_measurable(shape: Shape) -> bool:
+    return bool(shape.packed and shape.decoded_bytes)
+
+
+@cache  # of a draft that many plans are compared with
+def _decoding_rate(packed: tuple[TensorEntry, ...], dtype: torch.dtype, device: torch.device) -> float:
+    return measure_decode_bps(packed, dtype, device)
 
 
 def assumed_disk_bps() -> float:

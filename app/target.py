@@ -1,6 +1,7 @@
 """The target that a run answers with: as its files have it, or quantized once into a pack in the cache directory."""
 
 import hashlib
+import shutil
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -27,6 +28,13 @@ def packed(source: Checkpoint, bits: int, what: str) -> Checkpoint:
     """The pack of `source` in the cache directory, made if it is not there; `what` says what that is, as it goes on."""
     with Progress(what) as progress:
         return open_pack(source, _folder(source.path, bits), encoding_for(bits), progress=progress)
+
+
+def can_be_packed(source: Checkpoint, bits: int, nbytes: int) -> bool:
+    """Whether the pack of `source`, of `nbytes`, is there already or would fit on the cache's disk."""
+    folder = _folder(source.path, bits)
+    place = next(each for each in folder.parents if each.is_dir())
+    return folder.is_dir() or shutil.disk_usage(place).free > nbytes
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -1,6 +1,7 @@
 """Draft models in few bits: how they can be held, what that takes, and that it is what they are loaded as."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import shapes
@@ -164,6 +165,18 @@ def test_a_pack_is_made_once(checkpoint: Checkpoint, tmp_path: Path) -> None:
     assert folder.is_relative_to(tmp_path / "cache") and made
     assert draft.at_rest().path == folder
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == made
+
+
+def test_room_for_a_pack(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = copies(checkpoint)
+    nbytes = ways["packed"].shape.stored_bytes
+    assert ways["rounded"].has_room and ways["packed"].has_room
+    monkeypatch.setattr("app.target.shutil.disk_usage", lambda place: SimpleNamespace(free=nbytes))
+    assert ways["rounded"].has_room and not ways["packed"].has_room
+    with monkeypatch.context() as roomy:
+        roomy.setattr("offload.pack.shutil.disk_usage", lambda place: SimpleNamespace(free=2**40))
+        ways["packed"].at_rest()
+    assert ways["packed"].has_room
 
 
 def asked(name: str, gpu: str, **changes: object) -> Question:
