@@ -193,6 +193,7 @@ def choose(page, name):
         page.get_by_text("Model", exact=True).first.click()
     page.wait_for_selector("#preset input")
     page.click("#preset input")
+    page.get_by_role("option", name=re.compile("^demo: ")).wait_for()  # verdicts come late and renew the options
     page.get_by_role("option", name=re.compile(rf"^{name}")).click()
     page.click("#load")
 
